@@ -1,0 +1,1 @@
+"""autoplan: automatic parallelism planner and compiler for PyTorch."""

@@ -1,0 +1,321 @@
+"""Strategy, Stage and Plan: what was decided, as plain data with versioned JSON.
+
+Imports nothing of ours but the error family. A *data* axis splits the batch, a *tensor* axis splits matrices, a
+*pipeline* axis splits layers. Rank order is fixed here, because the cost models' placement of axes on the
+hierarchy and the runtime's groups must agree: tensor is innermost (nearest links), then data, then pipeline.
+A plan file holds no clock and no host: equal inputs give equal bytes.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import tempfile
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, ClassVar, NamedTuple
+
+from pydantic import ConfigDict, TypeAdapter, ValidationError
+
+from autoplan.errors import PlanFileError
+
+SCHEMA_VERSION = 1
+_STRICT = ConfigDict(extra="forbid", strict=False)
+
+
+class Coordinates(NamedTuple):
+    """Where a rank stands on the mesh."""
+
+    pipeline: int
+    data: int
+    tensor: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Strategy:
+    """Degrees of every axis and how the batch runs through them.
+
+    ``micro_batch_size`` is samples in one micro-batch on one data-parallel rank, so the global batch is
+    ``data * micro_batch_size * micro_batches``. ``zero_stage``: 0 nothing, 1 optimizer state, 2 and gradients,
+    3 and parameters sharded over the data axis (Rajbhandari et al. 2020).
+    """
+
+    __pydantic_config__: ClassVar[ConfigDict] = _STRICT
+
+    data: int = 1
+    tensor: int = 1
+    pipeline: int = 1
+    virtual_stages: int = 1
+    context: int = 1
+    expert: int = 1
+    zero_stage: int = 0
+    micro_batch_size: int = 1
+    micro_batches: int = 1
+    schedule: str = "1f1b"
+    sequence_parallel: bool = False
+
+    @property
+    def gpus(self) -> int:
+        """GPUs that the plan uses (expert parallelism lives inside the data axis)."""
+        return self.data * self.tensor * self.pipeline * self.context
+
+    @property
+    def global_batch(self) -> int:
+        """Samples in one optimizer step."""
+        return self.data * self.micro_batch_size * self.micro_batches
+
+    @property
+    def axes(self) -> tuple[str, ...]:
+        """The kinds of parallelism in use, sharded state included."""
+        degrees = {
+            "data": self.data,
+            "tensor": self.tensor,
+            "pipeline": self.pipeline,
+            "context": self.context,
+            "expert": self.expert,
+        }
+        used = tuple(name for name, degree in degrees.items() if degree > 1)
+        return (*used, "zero") if self.zero_stage and self.data > 1 else used
+
+    def coordinates(self, rank: int) -> Coordinates:
+        """Mesh coordinates of ``rank``; ``rank`` must be below ``gpus``."""
+        stage, rest = divmod(rank, self.data * self.tensor)
+        return Coordinates(stage, *divmod(rest, self.tensor))
+
+    def rank(self, at: Coordinates) -> int:
+        """Inverse of :meth:`coordinates`."""
+        return (at.pipeline * self.data + at.data) * self.tensor + at.tensor
+
+    def describe(self) -> str:
+        """Short name such as ``data 2 x tensor 4, ZeRO-1``."""
+        degrees = [
+            f"{name} {getattr(self, name)}"
+            for name in ("data", "pipeline", "tensor", "context", "expert")
+            if getattr(self, name) > 1
+        ]
+        text = " x ".join(degrees) or "one GPU"
+        return f"{text}, ZeRO-{self.zero_stage}" if self.zero_stage and self.data > 1 else text
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stage:
+    """One pipeline stage: layers ``first_layer`` to ``last_layer``, both included.
+
+    ``recompute`` counts the layers under each policy (none, selective, full). ``memory_terms`` are bytes on the
+    worst GPU of the stage and sum to ``peak_memory_bytes``. Times are for one micro-batch.
+    """
+
+    __pydantic_config__: ClassVar[ConfigDict] = _STRICT
+
+    first_layer: int
+    last_layer: int
+    recompute: dict[str, int]
+    peak_memory_bytes: float
+    memory_terms: dict[str, float]
+    forward_s: float
+    backward_s: float
+    parameters: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Predicted:
+    """What the cost models say of one step. ``time_terms`` are seconds and sum to ``step_time_s``."""
+
+    __pydantic_config__: ClassVar[ConfigDict] = _STRICT
+
+    step_time_s: float
+    tokens_per_s: float
+    model_tflops_per_gpu: float
+    mfu: float
+    peak_memory_bytes: float
+    bubble_fraction: float
+    exposed_communication_s: float
+    time_terms: dict[str, float]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Certificate:
+    """Proof of the search: ``status`` is "optimal" only when it was proven, else "feasible"."""
+
+    __pydantic_config__: ClassVar[ConfigDict] = _STRICT
+
+    status: str
+    lower_bound_s: float
+    gap: float
+    considered: int
+    pruned_by_memory: int
+    pruned_by_bound: int
+    solved: int
+    solver: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Axis:
+    """One axis of the mesh in words and numbers, for ``explain``.
+
+    ``bytes_per_step`` is what one GPU sends in a step; ``exposed_s`` is the part of its time that nothing hides.
+    """
+
+    __pydantic_config__: ClassVar[ConfigDict] = _STRICT
+
+    name: str
+    degree: int
+    splits: str
+    collective: str
+    times_per_step: int
+    bytes_per_step: float
+    exposed_s: float
+    link: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Alternative:
+    """The best plan of a family that lost. ``step_time_s`` is None where none of the family fits."""
+
+    __pydantic_config__: ClassVar[ConfigDict] = _STRICT
+
+    family: str
+    strategy: Strategy
+    step_time_s: float | None
+    peak_memory_bytes: float
+    short_by_bytes: float
+    why_not: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelSummary:
+    """The model a plan was made for. ``fingerprint`` is a hash of its graph: operators, shapes, dtypes, edges."""
+
+    __pydantic_config__: ClassVar[ConfigDict] = _STRICT
+
+    name: str
+    parameters: int
+    trainable_parameters: int
+    tokens_per_sample: int
+    dtype: str
+    layers: tuple[str, ...]
+    fingerprint: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ClusterSummary:
+    """The cluster a plan was made for."""
+
+    __pydantic_config__: ClassVar[ConfigDict] = _STRICT
+
+    spec: str
+    device: str
+    nodes: int
+    gpus_per_node: int
+    memory_bytes: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """A complete decision with its reasons. ``seconds`` is printed, never saved."""
+
+    __pydantic_config__: ClassVar[ConfigDict] = _STRICT
+
+    schema: int = SCHEMA_VERSION
+    feasible: bool = True
+    gpus: int
+    gpus_used: int
+    global_batch: int
+    precision: str
+    optimizer: str
+    model: ModelSummary
+    cluster: ClusterSummary
+    strategy: Strategy
+    forced: dict[str, Any] = field(default_factory=dict)
+    stages: tuple[Stage, ...]
+    predicted: Predicted
+    certificate: Certificate
+    case: str
+    axes: tuple[Axis, ...]
+    alternatives: tuple[Alternative, ...]
+    assumptions: tuple[str, ...]
+    seconds: dict[str, float] = field(default_factory=dict, compare=False)
+
+    def to_dict(self, *, with_seconds: bool = False) -> dict[str, Any]:
+        """The plan as JSON-ready data, keys in the order of the fields."""
+        data = dataclasses.asdict(self)
+        if not with_seconds:
+            del data["seconds"]
+        return json.loads(json.dumps(data))
+
+    def to_json(self, *, with_seconds: bool = False) -> str:
+        """JSON text of :meth:`to_dict`, two spaces deep, with a final newline."""
+        return json.dumps(self.to_dict(with_seconds=with_seconds), indent=2) + "\n"
+
+    @classmethod
+    def from_json(cls, text: str, *, where: str = "plan") -> Plan:
+        """Parse and check; raises :class:`PlanFileError` naming the field."""
+        try:
+            data = json.loads(text)
+        except json.JSONDecodeError as error:
+            raise PlanFileError(
+                f"not JSON: {error.msg}",
+                where=f"{where}:{error.lineno}",
+                attempt="write the file again with `autoplan plan MODEL --gpus SPEC -o plan.json`",
+            ) from None
+        version = data.get("schema") if isinstance(data, dict) else None
+        if version != SCHEMA_VERSION:
+            raise PlanFileError(
+                f"this is not a plan of schema {SCHEMA_VERSION}: its schema is {version!r}",
+                where=where,
+                legal=f"schema {SCHEMA_VERSION}",
+                attempt="plan again with this version of autoplan",
+            )
+        if data.get("feasible") is False:
+            raise PlanFileError(
+                "this file says that nothing fits; it holds no plan",
+                where=where,
+                attempt="see its `suggestions`, and plan again",
+            )
+        try:
+            return _adapter().validate_python(data)
+        except ValidationError as error:
+            first = error.errors()[0]
+            path = ".".join(str(part) for part in first["loc"])
+            raise PlanFileError(
+                f"field `{path}`: {first['msg']}", where=where, attempt="plan again, or mend the field"
+            ) from None
+
+    def save(self, path: str | Path) -> Path:
+        """Write the plan; beside and renamed, so that a reader never sees half of it."""
+        target = Path(path)
+        handle, temporary = tempfile.mkstemp(dir=target.parent, prefix=target.name, suffix=".part")
+        try:
+            with os.fdopen(handle, "w", encoding="utf-8") as file:
+                file.write(self.to_json())
+            os.chmod(temporary, 0o644)
+            os.replace(temporary, target)
+        except BaseException:
+            Path(temporary).unlink(missing_ok=True)
+            raise
+        return target
+
+    @classmethod
+    def load(cls, path: str | Path) -> Plan:
+        """Read a plan file; raises :class:`PlanFileError`."""
+        try:
+            text = Path(path).read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            reason = getattr(error, "strerror", None) or "not a text file"
+            raise PlanFileError(
+                f"cannot read the plan: {reason}",
+                where=str(path),
+                attempt="make one with `autoplan plan MODEL --gpus SPEC -o plan.json`",
+            ) from None
+        return cls.from_json(text, where=str(path))
+
+    def explain(self) -> str:
+        """What was chosen, and why not less or more, as text of 80 columns."""
+        from autoplan.explain import explain  # explain reads plans; a plan only lends it its name
+
+        return explain(self)
+
+
+def _adapter() -> TypeAdapter[Plan]:
+    return TypeAdapter(Plan)
