@@ -47,6 +47,4 @@ def stage_actions(schedule: str, *, stage: int, stages: int, micro_batches: int)
 
 def all_actions(schedule: str, *, stages: int, micro_batches: int) -> tuple[tuple[Action, ...], ...]:
     """One action list a stage; ``schedule`` is one of :data:`SCHEDULES`."""
-    return tuple(
-        stage_actions(schedule, stage=s, stages=stages, micro_batches=micro_batches) for s in range(stages)
-    )
+    return tuple(stage_actions(schedule, stage=s, stages=stages, micro_batches=micro_batches) for s in range(stages))

@@ -209,14 +209,12 @@ class LayerGraph:
         return sum(edge.bytes_per_sample for edge in self.crossing(cut))
 
     def digraph(self) -> nx.DiGraph:
-        """The graph in networkx: nodes are layer indices with ``layer`` and ``kind``, edges carry ``bytes_per_sample``."""
+        """The graph in networkx: nodes are layer indices, edges carry ``bytes_per_sample``."""
         graph: nx.DiGraph = nx.DiGraph(name=self.name)
         for index, layer in enumerate(self.layers):
             graph.add_node(index, layer=layer, kind=self.kinds[layer.kind])
         for edge in self.edges:
             for target in edge.targets:
                 known = graph.get_edge_data(edge.source, target, {"bytes_per_sample": 0.0})
-                graph.add_edge(
-                    edge.source, target, bytes_per_sample=known["bytes_per_sample"] + edge.bytes_per_sample
-                )
+                graph.add_edge(edge.source, target, bytes_per_sample=known["bytes_per_sample"] + edge.bytes_per_sample)
         return graph
