@@ -1,0 +1,120 @@
+"""Promise 1: a compiled program trains to the single process's loss, gradients and weights.
+
+Real gloo processes, float64, three AdamW steps, losses that ignore an uneven share of the labels. Every gradient of
+every step and every weight after the last step is compared, never the loss alone, within
+1e-10 x (norm of the tensor + learning rate x square root of its size).
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import autoplan
+from tests.support import models
+from tests.support.processes import run_ranks
+
+LEARNING_RATE = 1e-2
+STEPS = 3
+
+MODELS: dict[str, Callable[[], tuple[nn.Module, Any]]] = {
+    "gpt2": models.tiny_gpt2,
+    "llama": models.tiny_llama,
+    "nanogpt": models.nano_gpt,
+    "t5": models.tiny_t5,
+    "cnn": models.small_cnn,
+}
+
+STRATEGIES: dict[str, dict[str, Any]] = {
+    "dp2": {"data": 2, "tensor": 1, "pipeline": 1},
+    "mp2": {"data": 1, "tensor": 1, "pipeline": 2, "micro_batch_size": 8},
+    "pp2-gpipe": {"data": 1, "tensor": 1, "pipeline": 2, "micro_batch_size": 2, "schedule": "gpipe"},
+    "pp2-1f1b": {"data": 1, "tensor": 1, "pipeline": 2, "micro_batch_size": 2, "schedule": "1f1b"},
+    "tp2": {"data": 1, "tensor": 2, "pipeline": 1},
+    "pp2-tp2": {"data": 1, "tensor": 2, "pipeline": 2, "micro_batch_size": 2},
+    "dp2-tp2": {"data": 2, "tensor": 2, "pipeline": 1, "micro_batch_size": 2},
+    "dp2-pp2-tp2": {"data": 2, "tensor": 2, "pipeline": 2, "micro_batch_size": 2},
+    "dp2-zero1": {"data": 2, "tensor": 1, "pipeline": 1, "zero_stage": 1},
+    "dp2-pp2-zero2": {"data": 2, "tensor": 1, "pipeline": 2, "micro_batch_size": 1, "zero_stage": 2},
+}
+
+CASES = [
+    pytest.param(model, strategy, id=f"{model}-{strategy}")
+    for model in MODELS
+    for strategy, degrees in STRATEGIES.items()
+    if not (model == "cnn" and degrees["tensor"] > 1)  # convolutions: pipeline and data only
+]
+
+
+@dataclass(frozen=True)
+class Trained:
+    """What three steps left behind, by the user's names."""
+
+    losses: list[float]
+    gradients: list[Mapping[str, Tensor]]
+    weights: Mapping[str, Tensor]
+
+
+def doubled(build: Callable[[], tuple[nn.Module, Any]]) -> tuple[nn.Module, Any]:
+    model, batch = build()
+    to_double = lambda t: t.double() if t.is_floating_point() else t  # noqa: E731
+    return model.double(), torch.utils._pytree.tree_map(to_double, batch)
+
+
+def single_process(model: nn.Module, batch: Any) -> Trained:
+    """The original, trained as its user would."""
+    model = copy.deepcopy(model)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE)
+    losses, gradients = [], []
+    for _ in range(STEPS):
+        optimizer.zero_grad()
+        output = model(**batch) if isinstance(batch, dict) else model(*batch)
+        loss = output if isinstance(output, Tensor) else output.loss
+        loss.backward()
+        losses.append(loss.item())
+        gradients.append({n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None})
+        optimizer.step()
+    return Trained(losses, gradients, {n: p.detach().clone() for n, p in model.named_parameters()})
+
+
+def planned(rank: int, world: int, model: nn.Module, batch: Any, strategy: dict[str, Any]) -> Trained:
+    """The compiled program on one rank, gathered."""
+    program = autoplan.compile(model, gpus=world, example_inputs=batch, strategy=strategy, device="cpu")
+    used = program.plan.strategy
+    assert all(getattr(used, key) == value for key, value in strategy.items())
+    optimizer = torch.optim.AdamW(program.parameters(), lr=LEARNING_RATE)
+    losses, gradients = [], []
+    for _ in range(STEPS):
+        optimizer.zero_grad()
+        losses.append(program.step(batch))
+        gradients.append(program.gradients())
+        optimizer.step()
+    return Trained(losses, gradients, program.state_dict())
+
+
+def assert_equal(name: str, found: Tensor, expected: Tensor) -> None:
+    bound = 1e-10 * (expected.norm().item() + LEARNING_RATE * math.sqrt(expected.numel()))
+    difference = (found - expected).norm().item()
+    assert difference <= bound, f"{name}: differs by {difference:.3e}, allowed {bound:.3e}"
+
+
+@pytest.mark.parametrize(("model_name", "strategy_name"), CASES)
+def test_program_trains_to_the_single_process_numbers(model_name: str, strategy_name: str) -> None:
+    model, batch = doubled(MODELS[model_name])
+    strategy = STRATEGIES[strategy_name]
+    expected = single_process(model, batch)
+    world = strategy["data"] * strategy["tensor"] * strategy["pipeline"]
+    for rank, found in enumerate(run_ranks(planned, world, model, batch, strategy)):
+        for step in range(STEPS):
+            assert found.losses[step] == pytest.approx(expected.losses[step], rel=1e-10), (rank, step)
+            for name, gradient in expected.gradients[step].items():
+                assert_equal(f"rank {rank}, step {step}, gradient of {name}", found.gradients[step][name], gradient)
+        for name, weight in expected.weights.items():
+            assert_equal(f"rank {rank}, weight {name}", found.weights[name], weight)
