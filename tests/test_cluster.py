@@ -1,0 +1,148 @@
+"""How a user names machines, and what the hardware files promise."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from autoplan.cluster import HARDWARE, Cluster, device_kinds, local_device_count
+from autoplan.errors import ClusterError
+
+
+@pytest.mark.parametrize(
+    ("spec", "nodes", "gpus_per_node", "kind"),
+    [
+        ("8xH100", 1, 8, "H100-80GB-SXM"),
+        ("2x8xA100-80GB", 2, 8, "A100-80GB-SXM"),
+        ("2048x8xH100", 2048, 8, "H100-80GB-SXM"),
+        ("16xH100", 2, 8, "H100-80GB-SXM"),
+        (" 4x4090 ", 1, 4, "RTX-4090"),
+        ("2x4x3090", 2, 4, "RTX-3090"),
+        ("1xh200", 1, 1, "H200"),
+        ("8xA100-80GB-SXM", 1, 8, "A100-80GB-SXM"),
+        ("4xcpu", 1, 4, "cpu"),
+        ("64xGB200", 1, 64, "GB200"),  # one NVLink domain holds 72
+        ("256xGB200", 4, 64, "GB200"),  # 72 does not divide 256
+    ],
+)
+def test_specs_name_nodes_gpus_and_kind(spec: str, nodes: int, gpus_per_node: int, kind: str) -> None:
+    cluster = Cluster.parse(spec)
+    assert (cluster.nodes, cluster.gpus_per_node, cluster.device.name) == (nodes, gpus_per_node, kind)
+    assert cluster.gpus == nodes * gpus_per_node
+    again = Cluster.parse(cluster.to_spec())
+    assert (again.nodes, again.gpus_per_node, again.device) == (nodes, gpus_per_node, cluster.device)
+
+
+@pytest.mark.parametrize("spec", [8, "8"])
+def test_a_bare_number_is_the_local_kind_or_a_default_said_aloud(spec: str | int) -> None:
+    if local_device_count():
+        pytest.skip("this machine has GPUs")
+    cluster = Cluster.parse(spec)
+    assert (cluster.gpus, cluster.device.name) == (8, "A100-80GB-SXM")
+    assert any("no GPU here" in note for note in cluster.assumptions)
+
+
+def test_what_was_filled_in_is_said() -> None:
+    assert any("25 GB/s" in note for note in Cluster.parse("2x8xA100-80GB").assumptions)
+    assert any("gloo" in note for note in Cluster.parse("2xcpu").assumptions)
+    assert Cluster.parse("8xH100").assumptions == ()
+
+
+@pytest.mark.parametrize(
+    ("spec", "says"),
+    [
+        (0, "must be 1 or more, not 0"),
+        ("0", "must be 1 or more"),
+        (-2, "must be 1 or more"),
+        ("0xH100", "must be 1 or more"),
+        ("-1x8xH100", "must be 1 or more"),
+        ("8xH1000", "did you mean H100-80GB-SXM"),
+        ("8xA10O", "did you mean"),
+        ("H100", "say how many: 8xH100"),
+        ("12xH100", "do not fill nodes of 8"),
+        ("1x16xH100", "spans 8"),
+        ("8x", "not a cluster"),
+        ("axH100", "not a cluster"),
+        ("", "not a cluster"),
+        (True, "not a cluster"),
+        (2.0, "not a cluster"),
+        ("nowhere/cluster.toml", "cannot read"),
+    ],
+)
+def test_nonsense_gets_one_clear_message(spec: object, says: str) -> None:
+    with pytest.raises(ClusterError) as caught:
+        Cluster.parse(spec)  # type: ignore[arg-type]
+    assert says in str(caught.value)
+
+
+def write(directory: Path, text: str) -> Path:
+    path = directory / "cluster.toml"
+    path.write_text(text)
+    return path
+
+
+def test_a_cluster_file_overrides_links_and_device(tmp_path: Path) -> None:
+    path = write(
+        tmp_path,
+        'nodes = 4\ngpus_per_node = 4\n[device]\nbase = "A100-40GB"\nmemory_bytes = 30e9\npeak_flops = { bf16 = 200e12 }\n'
+        '[inter]\nname = "RoCE"\ngbit_per_s = 100\n',
+    )
+    cluster = Cluster.parse(path)
+    assert (cluster.gpus, cluster.device.memory_bytes, cluster.device.peak_flops["bf16"]) == (16, 30e9, 200e12)
+    assert cluster.device.peak_flops["fp32"] == 19.5e12
+    assert (cluster.inter.name, cluster.inter.bytes_per_s) == ("RoCE", 12.5e9)
+    assert cluster.intra == Cluster.parse("4xA100-40GB").intra
+    assert Cluster.parse(cluster.to_spec()) == cluster
+
+
+@pytest.mark.parametrize(
+    ("text", "field"),
+    [
+        ("nodes = 2", "`device` is missing"),
+        ('device = "H100"\nnodes = 0', "`nodes`"),
+        ('device = "H100"\nnodes = 2.5', "`nodes`"),
+        ('device = "H100"\nnode = 2', "did you mean `nodes`"),
+        ('device = "H10"', "unknown GPU kind"),
+        ('device = "H100"\n[inter]\nbytes_per_s = -1', "`bytes_per_s`"),
+        ('device = "H100"\n[inter]\nbandwidth = 1', "`inter.bandwidth`"),
+        ('device = "H100"\ninter = 3', "`inter`"),
+        ('[device]\nbase = "H100"\nmemory = 3', "`device.memory`"),
+        ("device = [", "not TOML"),
+    ],
+)
+def test_a_malformed_cluster_file_names_the_field(tmp_path: Path, text: str, field: str) -> None:
+    path = write(tmp_path, text)
+    with pytest.raises(ClusterError) as caught:
+        Cluster.parse(path)
+    assert field in str(caught.value)
+    assert str(path) in str(caught.value)
+
+
+def leaves(data: dict, path: str = "") -> list[tuple[str, dict]]:
+    found: list[tuple[str, dict]] = []
+    for key, value in data.items():
+        if isinstance(value, dict):
+            found += [(f"{path}{key}", value)] if "value" in value else leaves(value, f"{path}{key}.")
+    return found
+
+
+@pytest.mark.parametrize("kind", device_kinds())
+def test_every_value_of_a_hardware_file_has_a_source(kind: str) -> None:
+    data = tomllib.loads((HARDWARE / f"{kind}.toml").read_text())
+    values = leaves(data)
+    assert len(values) >= 15
+    for path, value in values:
+        assert value["source"].strip(), path
+    cluster = Cluster.parse(f"2x{2 if kind != 'cpu' else 1}x{kind}")
+    assert cluster.device.name == kind
+    assert 0 < cluster.device.context_bytes < cluster.device.memory_bytes
+
+
+def test_parsing_does_not_import_torch() -> None:
+    code = "import sys; from autoplan.cluster import Cluster; Cluster.parse('8xH100'); print('torch' in sys.modules)"
+    shown = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert shown.stdout.strip() == "False"
