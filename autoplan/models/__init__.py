@@ -1,1 +1,26 @@
-"""To be written."""
+"""MODEL: presets, Hugging Face configs and factories, built on meta with a training batch.
+
+Names load on first use, so that listing presets imports neither torch nor transformers.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from autoplan.models.catalog import Preset, preset, presets
+
+if TYPE_CHECKING:
+    from autoplan.models.huggingface import example_inputs_for
+    from autoplan.models.resolution import resolve
+    from autoplan.models.types import ResolvedModel
+
+_HEAVY = {"resolve": "resolution", "example_inputs_for": "huggingface", "ResolvedModel": "types"}
+__all__ = ["Preset", "ResolvedModel", "example_inputs_for", "preset", "presets", "resolve"]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HEAVY:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from importlib import import_module
+
+    return getattr(import_module(f"autoplan.models.{_HEAVY[name]}"), name)

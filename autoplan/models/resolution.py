@@ -1,0 +1,90 @@
+"""MODEL, as the command line and ``autoplan.plan`` take it: a preset, a config.json, or file.py:factory."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from autoplan.errors import ModelError
+from autoplan.models import factory, huggingface
+from autoplan.models.catalog import preset, presets
+from autoplan.models.types import DEFAULT_PRECISION, ResolvedModel, trace_dtype
+
+_FACTORY = re.compile(r"\.py:[^:/\\]*$")
+
+
+def resolve(model: str, *, sequence: int | None = None, precision: str | None = None, batch: int) -> ResolvedModel:
+    """Build MODEL for a trace of ``batch`` samples.
+
+    ``precision`` None: bf16, or a factory's own dtype; fp8, mxfp8 and nvfp4 are traced in bf16. ``sequence`` None: the
+    config's maximum, at most 4096. Raises :class:`ModelError` for everything a user can get wrong.
+    """
+    dtype = trace_dtype(precision or DEFAULT_PRECISION)
+    if _FACTORY.search(model):
+        return _from_factory(model, sequence=sequence, precision=precision, batch=batch)
+    if model.endswith(".py"):
+        raise ModelError(f"{model} names a file and no factory", legal="file.py:factory", attempt=f"{model}:build")
+    text, where, name = _config_text(model)
+    config = huggingface.parse_config(text, where=where)
+    built = huggingface.build_on_meta(config, dtype=dtype, where=where)
+    inputs, assumptions = huggingface.example_inputs_for(built, batch=batch, sequence=sequence)
+    if precision is None:
+        assumptions = (*assumptions, f"precision {DEFAULT_PRECISION} (none was given)")
+    return ResolvedModel(model=built, example_inputs=inputs, name=name, assumptions=assumptions)
+
+
+def _config_text(model: str) -> tuple[str, str, str]:
+    """(text, where it stands, name) of a preset or a config file; a preset's name wins over a folder's."""
+    path = Path(model)
+    path = path / "config.json" if path.is_dir() else path
+    known = model.lower() in {entry.name for entry in presets()}
+    if not known and (path.suffix == ".json" or path.is_file()):
+        return _read(path), str(path), path.resolve().parent.name if path.stem == "config" else path.stem
+    entry = preset(model)
+    return entry.path.read_text(encoding="utf-8"), f"preset {entry.name}", entry.name
+
+
+def _from_factory(reference: str, *, sequence: int | None, precision: str | None, batch: int) -> ResolvedModel:
+    model, inputs, loss_fn, assumptions = factory.build(reference)
+    if precision is not None:
+        model = model.to(trace_dtype(precision))
+        inputs = _cast_floating(inputs, trace_dtype(precision))
+    if inputs is None:
+        if not hasattr(model, "main_input_name"):
+            raise ModelError(
+                "the factory returned a model and no example inputs",
+                where=reference,
+                legal="(model, example inputs), or a Hugging Face model, whose batch is known",
+            )
+        device = next(model.parameters()).device
+        inputs, more = huggingface.example_inputs_for(model, batch=batch, sequence=sequence, device=device)
+        assumptions = (*assumptions, *more)
+    elif sequence is not None:
+        raise ModelError(
+            "a sequence length was given, but the factory makes its own example inputs",
+            where=reference,
+            attempt="leave --seq out, or let the factory make inputs of that length",
+        )
+    name = reference.rpartition(":")[2]
+    return ResolvedModel(model=model, example_inputs=inputs, name=name, assumptions=assumptions, loss_fn=loss_fn)
+
+
+def _cast_floating(inputs: Any, dtype: torch.dtype) -> Any:
+    def cast(tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.to(dtype) if tensor.is_floating_point() else tensor
+
+    return torch.utils._pytree.tree_map_only(torch.Tensor, cast, inputs)
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise ModelError(
+            f"cannot read the config: {error.strerror}", where=str(path), attempt="check the path"
+        ) from None
+    except UnicodeDecodeError:
+        raise ModelError("malformed config: not a text file", where=str(path)) from None
