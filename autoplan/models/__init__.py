@@ -11,11 +11,26 @@ from autoplan.models.catalog import Preset, preset, presets
 
 if TYPE_CHECKING:
     from autoplan.models.huggingface import example_inputs_for
-    from autoplan.models.resolution import resolve
-    from autoplan.models.types import ResolvedModel
+    from autoplan.models.resolution import from_module, resolve
+    from autoplan.models.types import ResolvedModel, trace_dtype
 
-_HEAVY = {"resolve": "resolution", "example_inputs_for": "huggingface", "ResolvedModel": "types"}
-__all__ = ["Preset", "ResolvedModel", "example_inputs_for", "preset", "presets", "resolve"]
+_HEAVY = {
+    "ResolvedModel": "types",
+    "example_inputs_for": "huggingface",
+    "from_module": "resolution",
+    "resolve": "resolution",
+    "trace_dtype": "types",
+}
+__all__ = [
+    "Preset",
+    "ResolvedModel",
+    "example_inputs_for",
+    "from_module",
+    "preset",
+    "presets",
+    "resolve",
+    "trace_dtype",
+]
 
 
 def __getattr__(name: str) -> Any:

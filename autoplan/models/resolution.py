@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
+from transformers import PreTrainedModel
 
 from autoplan.errors import ModelError
 from autoplan.models import factory, huggingface
@@ -36,6 +39,34 @@ def resolve(model: str, *, sequence: int | None = None, precision: str | None = 
     return ResolvedModel(model=built, example_inputs=inputs, name=name, assumptions=assumptions)
 
 
+def from_module(
+    model: Any, example_inputs: Any, *, loss_fn: Callable[..., Any] | None = None, sequence: int | None = None
+) -> ResolvedModel:
+    """A module that the user passes: as it is, with a batch of two made from its config where none came with it.
+
+    ``name`` is the class's. Raises :class:`ModelError` for what is no module, and where a batch is needed.
+    """
+    if not isinstance(model, nn.Module):
+        raise ModelError(
+            f"not a model: {type(model).__name__}",
+            legal="a torch.nn.Module, a preset's name, a Hugging Face config.json, or file.py:factory",
+        )
+    name = type(model).__name__
+    if example_inputs is not None:
+        if sequence is not None:
+            raise ModelError("a sequence length was given beside example inputs, whose shape says it already")
+        return ResolvedModel(model=model, example_inputs=example_inputs, name=name, loss_fn=loss_fn)
+    if not isinstance(model, PreTrainedModel):
+        raise ModelError(
+            f"{name} comes without example inputs",
+            legal="a tuple of positional arguments, a dict of keyword arguments, or one tensor",
+            attempt="example_inputs=batch",
+        )
+    device = next(model.parameters()).device
+    inputs, assumptions = huggingface.example_inputs_for(model, batch=2, sequence=sequence, device=device)
+    return ResolvedModel(model=model, example_inputs=inputs, name=name, assumptions=assumptions, loss_fn=loss_fn)
+
+
 def _config_text(model: str) -> tuple[str, str, str]:
     """(text, where it stands, name) of a preset or a config file; a preset's name wins over a folder's."""
     path = Path(model)
@@ -53,7 +84,7 @@ def _from_factory(reference: str, *, sequence: int | None, precision: str | None
         model = model.to(trace_dtype(precision))
         inputs = _cast_floating(inputs, trace_dtype(precision))
     if inputs is None:
-        if not hasattr(model, "main_input_name"):
+        if not isinstance(model, PreTrainedModel):
             raise ModelError(
                 "the factory returned a model and no example inputs",
                 where=reference,

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from autoplan.errors import ModelError
-from autoplan.models import example_inputs_for, presets, resolve
+from autoplan.models import example_inputs_for, from_module, presets, resolve
 
 TINY_LLAMA = {
     "model_type": "llama",
@@ -250,3 +250,24 @@ def test_a_batch_on_a_real_device_has_legal_tokens() -> None:
     inputs, _ = example_inputs_for(model, batch=2, sequence=16, device="cpu")
     assert inputs["input_ids"].max() < 11
     assert torch.isfinite(model(**inputs).loss)
+
+
+def test_a_users_module_keeps_its_inputs_and_its_loss() -> None:
+    model, batch = nn.Linear(4, 4), torch.zeros(2, 4)
+    resolved = from_module(model, batch, loss_fn=nn.functional.mse_loss)
+    assert resolved.model is model and resolved.example_inputs is batch
+    assert resolved.loss_fn is nn.functional.mse_loss and resolved.name == "Linear"
+
+
+def test_a_users_hugging_face_module_needs_no_inputs() -> None:
+    import transformers
+
+    model = transformers.GPT2LMHeadModel(transformers.GPT2Config(n_layer=1, n_embd=8, n_head=2, n_positions=64))
+    assert from_module(model, None).example_inputs["labels"].shape == (2, 64)
+
+
+def test_a_plain_module_without_inputs_and_a_non_module_are_refused() -> None:
+    with pytest.raises(ModelError, match="Linear comes without example inputs"):
+        from_module(nn.Linear(2, 2), None)
+    with pytest.raises(ModelError, match="not a model: dict"):
+        from_module({}, None)
