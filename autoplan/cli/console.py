@@ -1,0 +1,68 @@
+"""Where things are printed: results on stdout, messages and progress on stderr; colour only on a terminal."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+from rich.console import Console, RenderableType
+from rich.table import Table
+
+
+def out() -> Console:
+    """The console of results; made anew, so that a redirected stdout is honoured."""
+    return Console(highlight=False, soft_wrap=False)
+
+
+def err() -> Console:
+    """The console of messages."""
+    return Console(stderr=True, highlight=False)
+
+
+def error_line(text: str) -> None:
+    """``error: ...`` on stderr; further lines of ``text`` follow as they are."""
+    console = err()
+    if console.is_terminal:
+        console.print("[bold red]error:[/] ", end="")
+        console.print(text, markup=False, soft_wrap=True)
+    else:
+        sys.stderr.write(f"error: {text}\n")
+
+
+def note(text: str) -> None:
+    """A message for a person, on stderr."""
+    err().print(text, markup=False, soft_wrap=True, style="dim")
+
+
+def result(*renderables: RenderableType) -> None:
+    """Print tables and text as the command's result."""
+    console = out()
+    for renderable in renderables:
+        console.print(renderable, markup=False)
+
+
+def result_json(data: Any) -> None:
+    """Print one JSON object as the command's result: plain bytes, whatever the terminal."""
+    sys.stdout.write(json.dumps(data, indent=2) + "\n")
+
+
+@contextlib.contextmanager
+def progress(what: str) -> Iterator[None]:
+    """A spinner on stderr while the body runs; nothing where stderr is no terminal."""
+    console = err()
+    if not console.is_terminal:
+        yield
+        return
+    with console.status(what):
+        yield
+
+
+def table(*columns: tuple[str, bool]) -> Table:
+    """A plain table; each column is (heading, whether it holds numbers)."""
+    made = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
+    for heading, numeric in columns:
+        made.add_column(heading, justify="right" if numeric else "left", overflow="fold")
+    return made

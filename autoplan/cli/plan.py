@@ -1,0 +1,32 @@
+"""``autoplan plan``: the best plan for a model on a cluster."""
+
+from __future__ import annotations
+
+from autoplan.cli import answer, options
+
+
+def plan(
+    model: options.Model,
+    gpus: options.Gpus,
+    global_batch: options.GlobalBatch = None,
+    seq: options.Sequence = None,
+    precision: options.Precision = None,
+    strategy: options.StrategyText = None,
+    output: options.Output = None,
+    json: options.Json = False,
+) -> None:
+    """Find the fastest plan that fits, and prove it.
+
+    Keys in --strategy are forced; the rest is planned. Exit code 1: nothing fits.
+    """
+    forced = options.parse_strategy(strategy)
+    options.check_writable(output)
+
+    def decide() -> answer.Plan:
+        import autoplan
+
+        return autoplan.plan(
+            model, gpus=gpus, global_batch=global_batch, seq=seq, precision=precision, strategy=forced or None
+        )
+
+    answer.give(decide, what=f"Planning {model} for {gpus}", output=output, json=json)

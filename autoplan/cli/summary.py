@@ -1,0 +1,126 @@
+"""A plan on one screen of 80 columns: the decision, the prediction, its axes and its stages."""
+
+from __future__ import annotations
+
+from rich.console import RenderableType
+from rich.padding import Padding
+from rich.table import Table
+from rich.text import Text
+
+from autoplan.cli import units
+from autoplan.cli.console import table
+from autoplan.plan import Plan, Stage
+
+
+def summary(plan: Plan) -> tuple[RenderableType, ...]:
+    """Renderables in the order of reading."""
+    parts: list[RenderableType] = [_facts(plan)]
+    if plan.axes:
+        parts += [Text(), _indented(_axes(plan))]
+    parts += [Text(), _indented(_stages(plan))]
+    if plan.assumptions:
+        parts += [Text(), _assumptions(plan)]
+    return tuple(parts)
+
+
+def _facts(plan: Plan) -> Table:
+    facts = Table.grid(padding=(0, 2, 0, 0))
+    facts.add_column(style="bold", no_wrap=True)
+    facts.add_column(overflow="fold")
+    for name, lines in _fact_lines(plan).items():
+        facts.add_row(name, "\n".join(lines))
+    return facts
+
+
+def _fact_lines(plan: Plan) -> dict[str, list[str]]:
+    strategy, predicted, proof = plan.strategy, plan.predicted, plan.certificate
+    nodes = f"{plan.cluster.nodes} x " if plan.cluster.nodes > 1 else ""
+    used = "" if plan.gpus_used == plan.gpus else f"; the plan uses {plan.gpus_used} of {plan.gpus} GPUs"
+    terms = {name: value for name, value in predicted.time_terms.items() if value > 0}
+    return {
+        "Model": [
+            f"{plan.model.name}: {units.count(plan.model.parameters)} parameters, {plan.precision}, "
+            f"{plan.model.tokens_per_sample} tokens a sample"
+        ],
+        "Cluster": [
+            f"{nodes}{plan.cluster.gpus_per_node} {plan.cluster.device}, "
+            f"{units.size(plan.cluster.memory_bytes)} each{used}"
+        ],
+        "Plan": [
+            strategy.describe(),
+            f"{strategy.micro_batches} micro-batches of {strategy.micro_batch_size} on each data rank, "
+            f"global batch {plan.global_batch}" + (f", {strategy.schedule}" if strategy.pipeline > 1 else ""),
+            plan.case,
+        ],
+        "Step": [
+            f"{units.seconds(predicted.step_time_s)}, {units.count(predicted.tokens_per_s)} tokens/s, "
+            f"{predicted.model_tflops_per_gpu:.1f} TFLOP/s a GPU, MFU {units.percent(predicted.mfu)}",
+            ", ".join(f"{name.replace('_', ' ')} {units.seconds(value)}" for name, value in terms.items()),
+        ],
+        "Memory": [
+            f"{units.size(predicted.peak_memory_bytes)} at the peak, on the fullest GPU of "
+            f"{units.size(plan.cluster.memory_bytes)}"
+        ],
+        "Proof": [
+            f"{proof.status}, gap {units.percent(proof.gap)}: {proof.considered} plans considered, "
+            f"{proof.pruned_by_memory} did not fit, {proof.solved} solved"
+        ],
+    }
+
+
+def _axes(plan: Plan) -> Table:
+    axes = table(("axis", False), ("GPUs", True), ("splits", False), ("a step, each GPU", False), ("exposed", True))
+    for axis in plan.axes:
+        traffic = f"{axis.times_per_step} x {axis.collective.replace('_', '-')}, {units.size(axis.bytes_per_step)}"
+        axes.add_row(axis.name, str(axis.degree), axis.splits, f"{traffic}, {axis.link}", units.seconds(axis.exposed_s))
+    return axes
+
+
+def _stages(plan: Plan) -> Table:
+    stages = table(
+        ("stage", True),
+        ("GPUs", False),
+        ("layers", False),
+        ("parameters", True),
+        ("forward", True),
+        ("backward", True),
+        ("peak", True),
+        ("recompute", False),
+    )
+    width = plan.gpus_used // max(plan.strategy.pipeline, 1)
+    for index, stage in enumerate(plan.stages):
+        rank = index % plan.strategy.pipeline * width
+        stages.add_row(
+            str(index),
+            span(rank, rank + width - 1),
+            span(stage.first_layer, stage.last_layer),
+            units.count(stage.parameters),
+            units.seconds(stage.forward_s),
+            units.seconds(stage.backward_s),
+            units.size(stage.peak_memory_bytes),
+            _recompute(stage),
+        )
+    return stages
+
+
+def _recompute(stage: Stage) -> str:
+    policies = {name: number for name, number in stage.recompute.items() if number and name != "none"}
+    return ", ".join(f"{name} {number}" for name, number in policies.items()) or "none"
+
+
+def _assumptions(plan: Plan) -> Table:
+    lines = Table.grid(padding=(0, 2, 0, 0))
+    lines.add_column(style="bold", no_wrap=True)
+    lines.add_column(overflow="fold")
+    for index, text in enumerate(plan.assumptions):
+        lines.add_row("" if index else "Assumed", text)
+    return lines
+
+
+def span(first: int, last: int) -> str:
+    """``3`` or ``3-7``."""
+    return str(first) if first == last else f"{first}-{last}"
+
+
+def _indented(content: Table) -> Padding:
+    return Padding(content, (0, 0, 0, 2))
