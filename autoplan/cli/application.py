@@ -24,10 +24,17 @@ TRACEBACK_VARIABLE = "AUTOPLAN_TRACEBACK"
 class Application(TyperGroup):
     """A group whose errors all end as ``error: ...`` lines on stderr and a meaningful exit code."""
 
-    def main(self, args: Sequence[str] | None = None, prog_name: str | None = None, **extra: Any) -> Any:
-        extra["standalone_mode"] = False  # so that errors arrive here
-        try:
-            code = super().main(args, prog_name, **extra)
+    def main(
+        self,
+        args: Sequence[str] | None = None,
+        prog_name: str | None = None,
+        complete_var: str | None = None,
+        standalone_mode: bool = True,
+        windows_expand_args: bool = True,
+        **extra: Any,
+    ) -> Any:
+        try:  # not standalone, so that errors arrive here
+            code = super().main(args, prog_name, complete_var, False, windows_expand_args, **extra)
         except Exception as error:
             code = _report(error)
         sys.exit(code if isinstance(code, int) else 0)

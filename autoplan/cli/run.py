@@ -72,6 +72,7 @@ def _device(device: str | None, processes: int) -> str:
 
 def _torchrun(arguments: list[str]) -> int:
     """Run torchrun in this process; 0, or the exit code of the process that failed first."""
+    from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.run import main as torchrun
 
@@ -79,8 +80,9 @@ def _torchrun(arguments: list[str]) -> int:
         torchrun(arguments)
     except ChildFailedError as error:
         rank, failure = error.get_first_failure()
-        code = failure.exitcode if failure.exitcode > 0 else _SIGNALLED - failure.exitcode
         if failure.exitcode < 0:
             raise RuntimeFault(f"rank {rank} was ended by signal {-failure.exitcode}") from None
-        return code
+        return failure.exitcode
+    except SignalException as error:  # Ctrl-C, or the batch system's notice: torchrun has stopped the others
+        return _SIGNALLED + error.sigval.value
     return 0
