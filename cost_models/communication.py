@@ -1,0 +1,190 @@
+"""Time of collectives on the links that a group of ranks really spans: alpha-beta.
+
+Placement is the plan's (:meth:`autoplan.plan.Strategy.rank`): a tensor group is ``Group(size=tensor, stride=1)``, a
+data group ``Group(size=data, stride=tensor)``, pipeline neighbours are ``data x tensor`` ranks apart.
+
+With n ranks, of which L stand in each of N nodes, every rank sends factor(n) x bytes through the bus (NCCL's
+performance notes): all-reduce 2(n-1)/n, all-gather and reduce-scatter (n-1)/n. A ring crosses each node boundary on L
+rails at once, so that its bus runs at min(intra, L x inter). Latency: a ring makes n - 1 steps a pass, a tree
+log2(N) + L - 1; NCCL takes the faster. All ``bytes`` are of the full tensor, all times seconds.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from dataclasses import dataclass
+
+from autoplan.cluster import Cluster, Link
+from autoplan.cost_models.compute import OperatorTime
+from autoplan.layers.types import LayerKind
+
+# Achieved over nominal. NCCL all-reduce bus bandwidth at 1 GiB: A100 NVLink 230-240 of 300 GB/s, H100 360-370 of 450,
+# V100 130 of 150; InfiniBand 22-23 of 25 and 45 of 50 (nccl-tests reports). PCIe: 128-byte packets' headers.
+_INTRA_EFFICIENCY = 0.8
+_INTER_EFFICIENCY = 0.9
+_TREE_EFFICIENCY = 0.92  # NCCL tuning.cc: trees lose to rings in bandwidth, and win in latency
+_BASE_S = 5.0e-6  # launch of the kernel and its handshake, NCCL tuning.cc baseLat for the Simple protocol, rounded
+_PEER_S = 0.5e-6  # an all-to-all's posting of one more peer
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Group:
+    """``size`` ranks, ``stride`` apart."""
+
+    size: int
+    stride: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fabric:
+    """What a group spans: ``local`` of its ranks in each of ``nodes`` nodes, and the links, derated to what they
+    reach. For groups that lie unevenly it is the worst of them."""
+
+    local: int
+    nodes: int
+    intra: Link
+    inter: Link
+
+    @property
+    def size(self) -> int:
+        return self.local * self.nodes
+
+    @property
+    def bus_bytes_per_s(self) -> float:
+        """What one rank can pass on in a ring over the whole group."""
+        if self.nodes == 1:
+            return self.intra.bytes_per_s
+        rails = self.local * self.inter.bytes_per_s
+        return rails if self.local == 1 else min(self.intra.bytes_per_s, rails)
+
+    @property
+    def link_name(self) -> str:
+        """The slowest link that the group crosses."""
+        return self.intra.name if self.nodes == 1 else self.inter.name
+
+
+def group_on(cluster: Cluster, *, size: int, stride: int) -> Fabric:
+    """The fabric under a group, by the placement of ranks: rank r stands in node r // gpus_per_node."""
+    local, nodes = _spread(size, stride, cluster.gpus_per_node)
+    return Fabric(
+        local=local,
+        nodes=nodes,
+        intra=_derated(cluster.intra, _INTRA_EFFICIENCY),
+        inter=_derated(cluster.inter, _INTER_EFFICIENCY),
+    )
+
+
+def all_reduce_s(cluster: Cluster, group: Group, bytes_: float) -> float:
+    """Seconds to sum ``bytes_`` over the group, everyone getting the sum."""
+    if group.size == 1 or bytes_ == 0:
+        return 0.0
+    fabric = group_on(cluster, size=group.size, stride=group.stride)
+    n = group.size
+    beta = 2 * (n - 1) / n * bytes_ / fabric.bus_bytes_per_s
+    ring = 2 * _ring_latency_s(fabric) + beta
+    tree = 2 * _tree_latency_s(fabric) + beta / _TREE_EFFICIENCY
+    return _BASE_S + min(ring, tree)
+
+
+def all_gather_s(cluster: Cluster, group: Group, bytes_: float) -> float:
+    """Seconds until every rank has the whole of ``bytes_``, of which each began with its part."""
+    if group.size == 1 or bytes_ == 0:
+        return 0.0
+    fabric = group_on(cluster, size=group.size, stride=group.stride)
+    n = group.size
+    return _BASE_S + _pass_latency_s(fabric) + (n - 1) / n * bytes_ / fabric.bus_bytes_per_s
+
+
+def reduce_scatter_s(cluster: Cluster, group: Group, bytes_: float) -> float:
+    """Seconds to sum ``bytes_`` over the group, each rank getting its part; the mirror of an all-gather."""
+    return all_gather_s(cluster, group, bytes_)
+
+
+def all_to_all_s(cluster: Cluster, group: Group, bytes_: float) -> float:
+    """Seconds until each rank has sent its ``bytes_``, an equal part to every rank of the group."""
+    if group.size == 1 or bytes_ == 0:
+        return 0.0
+    fabric = group_on(cluster, size=group.size, stride=group.stride)
+    near = bytes_ * (fabric.local - 1) / fabric.size / fabric.intra.bytes_per_s
+    far = bytes_ * (fabric.size - fabric.local) / fabric.size / fabric.inter.bytes_per_s
+    hop = fabric.inter.latency_s if fabric.nodes > 1 else fabric.intra.latency_s
+    return _BASE_S + hop + _PEER_S * (group.size - 1) + max(near, far)
+
+
+def send_s(cluster: Cluster, bytes_: float, distance: int, *, source: int | None = None) -> float:
+    """Seconds for one rank's message to the rank ``distance`` further on.
+
+    With ``source`` the two ranks' nodes decide the link; without, a distance of a node or more is between nodes.
+    """
+    if bytes_ == 0:
+        return 0.0
+    width = cluster.gpus_per_node
+    far = distance >= width if source is None else source // width != (source + distance) // width
+    link, efficiency = (cluster.inter, _INTER_EFFICIENCY) if far else (cluster.intra, _INTRA_EFFICIENCY)
+    return _BASE_S + link.latency_s + bytes_ / (link.bytes_per_s * efficiency)
+
+
+def boundary_send_s(cluster: Cluster, bytes_: float, *, stage: int, distance: int) -> float:
+    """Seconds to send from ``stage`` to the next, where stages are ``distance`` ranks wide: its slowest rank's."""
+    first = stage * distance
+    width = cluster.gpus_per_node
+    # The first and last rank of a stage, and the ranks around a node's edge, cover every case.
+    edges = {first, first + distance - 1, *(r for r in (first // width * width + width,) if r < first + distance)}
+    return max(send_s(cluster, bytes_, distance, source=rank) for rank in edges)
+
+
+def tensor_time(kind: LayerKind, cluster: Cluster, *, degree: int, micro_batch: int) -> OperatorTime:
+    """Seconds of the kind's collectives over the tensor axis; nothing hides them (the next operator waits)."""
+    group = Group(size=degree, stride=1)
+    price = {
+        "all_reduce": all_reduce_s,
+        "all_gather": all_gather_s,
+        "reduce_scatter": reduce_scatter_s,
+        "all_to_all": all_to_all_s,
+    }
+    seconds = {"forward": 0.0, "backward": 0.0}
+    for collective in kind.collectives:
+        full = collective.bytes_per_sample * (micro_batch if collective.batched else 1)
+        seconds[collective.phase] += price[collective.name](cluster, group, full)
+    return OperatorTime(forward_s=seconds["forward"], backward_s=seconds["backward"])
+
+
+def _derated(link: Link, efficiency: float) -> Link:
+    return Link(name=link.name, bytes_per_s=link.bytes_per_s * efficiency, latency_s=link.latency_s)
+
+
+@functools.lru_cache(maxsize=4096)
+def _spread(size: int, stride: int, width: int) -> tuple[int, int]:
+    """(ranks of the group a node, nodes) of the worst group."""
+    block = size * stride
+    if width % block == 0:
+        return size, 1
+    if block % width == 0 and (width % stride == 0 or stride % width == 0):
+        local = max(1, width // stride)
+        return local, size // local
+    worst = (size, 1)
+    for start in range(0, math.lcm(block, width), block):
+        for offset in {0, stride // 2, stride - 1}:
+            nodes: dict[int, int] = {}
+            for index in range(size):
+                node = (start + offset + index * stride) // width
+                nodes[node] = nodes.get(node, 0) + 1
+            if (len(nodes), -min(nodes.values())) > (worst[1], -worst[0]):
+                worst = (min(nodes.values()), len(nodes))
+    return worst
+
+
+def _ring_latency_s(fabric: Fabric) -> float:
+    """One pass around the ring: every rank's step, each over the link that it crosses."""
+    inside = (fabric.local - 1) * fabric.nodes * fabric.intra.latency_s
+    return inside + ((fabric.nodes if fabric.nodes > 1 else 0) * fabric.inter.latency_s)
+
+
+def _tree_latency_s(fabric: Fabric) -> float:
+    return (fabric.local - 1) * fabric.intra.latency_s + math.log2(fabric.nodes) * fabric.inter.latency_s
+
+
+def _pass_latency_s(fabric: Fabric) -> float:
+    """All-gathers have no tree; within NVSwitch and over many nodes NCCL's parallel algorithms (PAT) keep it log."""
+    return min(_ring_latency_s(fabric), 2 * _tree_latency_s(fabric) + fabric.intra.latency_s)

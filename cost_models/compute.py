@@ -1,0 +1,156 @@
+"""Time of operators on one device: a roofline with the effects that shapes have on it.
+
+    time = max(FLOPs / (peak x efficiency(shape)), bytes / (bandwidth x efficiency)) + gap
+
+Forward and backward are priced apart, the backward from its own products and bytes. FLOPs and bytes of an operator
+are for one sample; a batched operator's grow with the micro-batch, an unbatched one's do not. What GEMMs reach is in
+:mod:`.gemm`, attention in :mod:`.attention`. The host launches operators one after another: a layer takes at least
+its operators x ``launch_s`` (eager), which is what small models feel.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from autoplan.cluster import Device
+from autoplan.cost_models.attention import attention_time_s
+from autoplan.cost_models.gemm import gemm_time_s
+from autoplan.cost_models.precision import short_dtype
+from autoplan.cost_models.software import EAGER, Software
+from autoplan.layers.types import LayerKind, Operator
+
+# Views are free on the device; the host still dispatches them, at about a third of a kernel's cost.
+_VIEW_DISPATCH = 0.3
+_FUSIBLE = ("elementwise", "normalization", "softmax", "reduction", "copy", "other")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OperatorTime:
+    """Seconds of one forward and one backward of a micro-batch."""
+
+    forward_s: float = 0.0
+    backward_s: float = 0.0
+
+    def __add__(self, other: OperatorTime) -> OperatorTime:
+        return OperatorTime(forward_s=self.forward_s + other.forward_s, backward_s=self.backward_s + other.backward_s)
+
+    @property
+    def total_s(self) -> float:
+        return self.forward_s + self.backward_s
+
+
+def operator_time(op: Operator, device: Device, *, micro_batch: int, software: Software = EAGER) -> OperatorTime:
+    """Device seconds of ``op`` for ``micro_batch`` samples, forward and backward."""
+    if op.kind == "view":
+        return OperatorTime()
+    forward = _forward_s(op, device, micro_batch, software)
+    backward = _backward_s(op, device, micro_batch, software) if op.needs_backward else 0.0
+    return OperatorTime(forward_s=forward, backward_s=backward)
+
+
+def layer_time(kind: LayerKind, device: Device, *, micro_batch: int, software: Software = EAGER) -> OperatorTime:
+    """Seconds of all operators of a layer; collectives are :func:`communication.tensor_time`'s."""
+    total = OperatorTime()
+    forward_launches = backward_launches = 0.0
+    for op in kind.operators:
+        total += operator_time(op, device, micro_batch=micro_batch, software=software)
+        weight = _VIEW_DISPATCH if op.kind == "view" else 1.0
+        forward_launches += weight
+        if op.needs_backward:
+            backward_launches += 2.0 if op.kind == "gemm" else weight
+    host = device.launch_s * software.dispatch
+    if device.is_cpu:  # nothing runs ahead of a CPU: dispatch adds
+        return OperatorTime(
+            forward_s=total.forward_s + host * forward_launches, backward_s=total.backward_s + host * backward_launches
+        )
+    return OperatorTime(
+        forward_s=max(total.forward_s, host * forward_launches),
+        backward_s=max(total.backward_s, host * backward_launches),
+    )
+
+
+def recompute_s(kind: LayerKind, device: Device, *, micro_batch: int, policy: str, software: Software = EAGER) -> float:
+    """Seconds that ``policy`` (none, selective, full) adds to one backward of the layer, operators only.
+
+    Full runs the whole forward again, selective the attention core (Korthikanti et al. 2022, section 5).
+    """
+    if policy == "none":
+        return 0.0
+    if policy == "full":
+        return layer_time(kind, device, micro_batch=micro_batch, software=software).forward_s
+    core = (op for op in kind.operators if op.core)
+    return sum(operator_time(op, device, micro_batch=micro_batch, software=software).forward_s for op in core)
+
+
+def optimizer_step_s(elements: float, device: Device, *, bytes_per_element: float) -> float:
+    """Seconds of a fused element-wise optimizer step over ``elements`` parameters on this rank.
+
+    ``bytes_per_element``: everything read and written for one parameter (:attr:`memory.Recipe.step_bytes`).
+    """
+    return elements * bytes_per_element / (device.memory_bytes_per_s * device.memory_efficiency) + device.launch_s
+
+
+def _samples(op: Operator, micro_batch: int) -> int:
+    return micro_batch if op.batched else 1
+
+
+def _memory_s(bytes_moved: float, device: Device) -> float:
+    return bytes_moved / (device.memory_bytes_per_s * device.memory_efficiency)
+
+
+def _forward_s(op: Operator, device: Device, micro_batch: int, software: Software) -> float:
+    samples = _samples(op, micro_batch)
+    moved = (op.read_bytes + op.written_bytes) * samples + op.parameter_bytes
+    arithmetic = 0.0
+    if op.attention is not None:
+        return software.gap_s + attention_time_s(
+            op.attention, device, dtype=op.dtype, samples=samples, backward=False, software=software
+        )
+    if op.gemm is not None:
+        arithmetic = gemm_time_s(op.gemm, device, dtype=op.dtype, samples=samples)
+    elif op.kind in ("gemm", "grouped_gemm", "convolution", "attention"):
+        arithmetic = op.flops * samples / (device.flops(short_dtype(op.dtype)) * device.gemm_efficiency)
+    elif op.flops:
+        arithmetic = op.flops * samples / device.flops("fp32")
+    return max(arithmetic, _memory_s(moved * _traffic(op, software), device)) + software.gap_s
+
+
+def _backward_s(op: Operator, device: Device, micro_batch: int, software: Software) -> float:
+    samples = _samples(op, micro_batch)
+    if op.attention is not None:
+        return software.gap_s + attention_time_s(
+            op.attention, device, dtype=op.dtype, samples=samples, backward=True, software=software
+        )
+    moved = _backward_bytes(op, samples) * _traffic(op, software)
+    memory = _memory_s(moved, device)
+    if op.gemm is not None and op.flops:
+        # One product a gradient that is needed: of the input, of the weight. backward_flops says how many.
+        needed = op.backward_flops / op.flops
+        both = gemm_time_s(op.gemm, device, dtype=op.dtype, samples=samples, product="input") + gemm_time_s(
+            op.gemm, device, dtype=op.dtype, samples=samples, product="weight"
+        )
+        return max(both * needed / 2, memory) + software.gap_s * max(needed, 1.0)
+    arithmetic = 0.0
+    if op.kind in ("gemm", "grouped_gemm", "convolution", "attention"):
+        arithmetic = op.backward_flops * samples / (device.flops(short_dtype(op.dtype)) * device.gemm_efficiency)
+    elif op.backward_flops:
+        arithmetic = op.backward_flops * samples / device.flops("fp32")
+    return max(arithmetic, memory) + software.gap_s
+
+
+def _backward_bytes(op: Operator, samples: int) -> float:
+    """Bytes that the backward moves: the output's gradient, the inputs again, the inputs' gradients.
+
+    A sum's gradient is the same tensor for both operands: nothing to compute, one accumulation. The embedding's is
+    a scatter of the output's gradient into a gradient of the table's size, which is zeroed first.
+    """
+    name = op.target.rpartition("::")[2].split(".")
+    if op.kind == "elementwise" and ("add" in name or "add_" in name or "sub" in name):
+        return op.written_bytes * samples
+    if op.kind == "embedding":
+        return 3 * op.written_bytes * samples + op.parameter_bytes
+    return (op.written_bytes + 2 * op.read_bytes) * samples + 2 * op.parameter_bytes
+
+
+def _traffic(op: Operator, software: Software) -> float:
+    return software.element_wise_traffic if op.kind in _FUSIBLE else 1.0

@@ -1,0 +1,168 @@
+"""Peak memory of one GPU of a pipeline stage, by term.
+
+Two moments can be the peak, and the larger one's terms are the answer:
+
+- *backward* of the oldest micro-batch in steady state: states, saved activations of every micro-batch in flight
+  (min(M, S - s) for 1F1B), the window that recomputing a layer opens, and what the widest operator moves;
+- *step*: states and the optimizer's temporaries, no activations.
+
+State by ZeRO stage over the data degree n (Rajbhandari et al. 2020, figure 1): 1 divides optimizer state and master
+weights, 2 gradients too, 3 weights too; what is gathered or not yet scattered is a window of its own. Recompute
+(Korthikanti et al. 2022): *full* keeps a layer's inputs, *selective* everything but the attention core.
+
+Every term is bytes; they sum to the peak.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from autoplan import schedules
+from autoplan.cluster import Device
+from autoplan.cost_models.recipes import Recipe, recipe
+from autoplan.layers.types import LayerKind, Operator
+from autoplan.plan import Strategy
+
+__all__ = ["Recipe", "recipe", "stage_memory", "layer_saved_bytes", "Elements", "count_elements"]
+
+RECOMPUTE = ("none", "selective", "full")
+# Rounding to 512 bytes and blocks that no later request fits. Reserved minus allocated at the peak was 3 to 6% of
+# what comes and goes in PyTorch's memory snapshots of transformer training; states are allocated once and don't count.
+ALLOCATOR_RESERVE = 0.05
+# cuBLAS and cuBLASLt workspaces, one of each for forward's and autograd's stream (32 MiB on Hopper, 8 before).
+WORKSPACE_BYTES = 64 * 2**20
+# NCCL: 8 to 24 channels x 4 MiB buffers x protocols, for each communicator, shared by axes of one size.
+COMMUNICATOR_BYTES = 160 * 2**20
+# Flat buckets that gradients are reduced in: 25 MiB by default in DDP, two in flight.
+BUCKET_BYTES = 50 * 2**20
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Elements:
+    """Parameter elements on one tensor rank: all, those that train, and of the largest layer."""
+
+    total: int
+    trainable: int
+    largest_layer: int
+
+
+def count_elements(kinds: Sequence[LayerKind]) -> Elements:
+    """Elements of a stage's layers; parameters of one tied group are counted once."""
+    seen: set[str] = set()
+    total = trainable = largest = 0
+    for kind in kinds:
+        layer = 0
+        for parameter in kind.parameters:
+            if parameter.shared and parameter.shared in seen:
+                continue
+            seen.add(parameter.shared)
+            layer += parameter.elements
+            trainable += parameter.elements if parameter.trainable else 0
+        total += layer
+        largest = max(largest, layer)
+    return Elements(total=total, trainable=trainable, largest_layer=largest)
+
+
+def layer_saved_bytes(kind: LayerKind, *, policy: str, samples: int) -> float:
+    """What one micro-batch of ``samples`` leaves behind in a layer for its backward, under a recompute policy."""
+    if policy == "full":
+        return kind.input_bytes * samples
+    kept = (op for op in kind.operators if not (policy == "selective" and op.core))
+    return sum(_scaled(op, op.saved_bytes, samples) for op in kept)
+
+
+def stage_memory(
+    kinds_of_stage: Sequence[LayerKind],
+    *,
+    strategy: Strategy,
+    stage: int,
+    recipe: Recipe,
+    device: Device,
+    recompute: Sequence[str],
+    shared_elements: int = 0,
+) -> dict[str, float]:
+    """Bytes by term on the worst GPU of stage ``stage`` (0-based); ``recompute`` has a policy for each layer.
+
+    ``kinds_of_stage`` are the layers as one tensor rank holds them. ``shared_elements`` are parameters that the stage
+    keeps a copy of beside its layers' own (a tied embedding on the last stage).
+    """
+    elements = count_elements(kinds_of_stage)
+    extra = shared_elements
+    states = _states(elements, extra, strategy, recipe)
+    fixed = {
+        "communication_buffers": _communication_bytes(strategy),
+        "workspace": 0.0 if device.is_cpu else float(WORKSPACE_BYTES),
+        "context": device.context_bytes,
+    }
+    backward = _backward_terms(kinds_of_stage, strategy, stage, recompute)
+    backward |= _windows(elements, strategy, recipe)
+    step = {"optimizer_temporary": _step_temporary(elements, extra, strategy, recipe)}
+    moment = backward if sum(backward.values()) >= sum(step.values()) else step
+    reserve = 0.0 if device.is_cpu else ALLOCATOR_RESERVE * sum(moment.values())
+    return states | moment | fixed | {"allocator_reserve": reserve}
+
+
+def _states(elements: Elements, extra: int, strategy: Strategy, recipe: Recipe) -> dict[str, float]:
+    n, zero = strategy.data, strategy.zero_stage
+    weights = (elements.total + extra) * recipe.weights
+    trainable = elements.trainable + extra
+    return {
+        "weights": weights / (n if zero >= 3 else 1),
+        "gradients": trainable * recipe.gradients / (n if zero >= 2 else 1),
+        "master_weights": trainable * recipe.master_weights / (n if zero >= 1 else 1),
+        "optimizer_state": trainable * recipe.optimizer_state / (n if zero >= 1 else 1),
+    }
+
+
+def _windows(elements: Elements, strategy: Strategy, recipe: Recipe) -> dict[str, float]:
+    """Unsharded pieces that live for a moment: ZeRO-3 holds the layer that runs and the one prefetched; ZeRO-2 and 3
+    the gradients of the layer that just ran, before they are scattered."""
+    if strategy.data == 1 or strategy.zero_stage < 2:
+        return {}
+    terms = {"gradient_window": elements.largest_layer * recipe.gradients}
+    if strategy.zero_stage == 3:
+        terms["gather_window"] = 2 * elements.largest_layer * recipe.weights
+    return terms
+
+
+def _backward_terms(
+    kinds: Sequence[LayerKind], strategy: Strategy, stage: int, recompute: Sequence[str]
+) -> dict[str, float]:
+    samples = strategy.micro_batch_size
+    in_flight = schedules.in_flight(
+        strategy.schedule, stage=stage, stages=strategy.pipeline, micro_batches=strategy.micro_batches
+    )
+    saved = window = widest = 0.0
+    for kind, policy in zip(kinds, recompute, strict=True):
+        kept = layer_saved_bytes(kind, policy=policy, samples=samples)
+        saved += kept
+        window = max(window, layer_saved_bytes(kind, policy="none", samples=samples) - kept)
+        widest = max(widest, max((_passing_bytes(op, samples) for op in kind.operators), default=0.0))
+    return {
+        "saved_activations": saved * in_flight,
+        "recompute_window": window,
+        "passing_activations": widest,
+    }
+
+
+def _passing_bytes(op: Operator, samples: int) -> float:
+    """The gradients of an operator's output and inputs, alive while its backward runs."""
+    if op.kind in ("view", "embedding") or not op.needs_backward:
+        return 0.0
+    return _scaled(op, op.read_bytes + op.written_bytes, samples)
+
+
+def _step_temporary(elements: Elements, extra: int, strategy: Strategy, recipe: Recipe) -> float:
+    shards = strategy.data if strategy.zero_stage >= 1 else 1
+    return (elements.trainable + extra) * recipe.step_temporary / shards
+
+
+def _communication_bytes(strategy: Strategy) -> float:
+    axes = sum(degree > 1 for degree in (strategy.data, strategy.tensor, strategy.pipeline))
+    buckets = BUCKET_BYTES if strategy.data > 1 else 0
+    return float(axes * COMMUNICATOR_BYTES + buckets)
+
+
+def _scaled(op: Operator, bytes_: float, samples: int) -> float:
+    return bytes_ * (samples if op.batched else 1)
