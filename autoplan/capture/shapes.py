@@ -3,22 +3,23 @@
 A dynamic capture writes the batch as one sympy symbol (torch names it, e.g. ``s17``), and every size is an expression
 in it: ``[s17, 16, 32]``, ``[16*s17, 96]``. A size that depends on *values* (``nonzero``, boolean indexing) is an
 unbacked symbol (``u0``): it has no exact size before the program runs, only an upper bound. torch gives that bound at
-the largest batch it traced for, B = :data:`MAX_BATCH`. The bound is a polynomial in the batch with natural
-coefficients, so its digits in base B are the coefficients (Kronecker substitution), which gives it at any batch.
+the largest batch it traced for, B = :data:`MAX_BATCH`, a prime that no model's own sizes hold as a factor. So a bound
+c x batch^k is read back exactly: k is how often B divides it. A sum of such terms is read digit by digit in base B
+(Kronecker substitution), right for coefficients below B.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
-import sympy
+import sympy  # type: ignore[import-untyped]
 import torch
 from torch import SymInt, Tensor
 from torch.fx import GraphModule
 
 from autoplan.errors import CaptureError
 
-MAX_BATCH = 1 << 20
+MAX_BATCH = 1_000_003
 
 
 def batch_symbol(graph_module: GraphModule) -> sympy.Symbol | None:
@@ -87,9 +88,18 @@ def _bound_at(symbol: sympy.Symbol, environment: Any, batch: int) -> int:
             legal="sizes that follow from the shapes of the inputs, or are bounded by them as nonzero's are",
             attempt="use a mask (torch.where with three arguments, masked_fill) instead of selecting by value",
         )
-    rest, bound, power = int(upper), 0, 1
-    while rest:
-        rest, digit = divmod(rest, MAX_BATCH)
-        bound += digit * power
-        power *= batch
-    return bound
+    return _at_batch(int(upper), batch)
+
+
+def _at_batch(bound: int, batch: int) -> int:
+    """A polynomial in the batch at ``batch``, given its value ``bound`` at MAX_BATCH."""
+    coefficient, power = bound, 0
+    while coefficient and coefficient % MAX_BATCH == 0:
+        coefficient, power = coefficient // MAX_BATCH, power + 1
+    if power:
+        return coefficient * batch**power
+    digits = []
+    while bound:
+        bound, digit = divmod(bound, MAX_BATCH)
+        digits.append(digit)
+    return sum(digit * batch**power for power, digit in enumerate(digits))

@@ -60,6 +60,7 @@ class Capture:
     ``tied``: groups of names that are one Parameter, the first of each is the one that counts.
     ``batch_size``: of the example. ``dynamic_batch``: the graph runs at any batch, else only at ``batch_size``.
     ``couplings`` empty: the batch may be split over data ranks and micro-batches.
+    ``constants``: what the example holds beside tensors, by path; it is part of the program.
     """
 
     name: str
@@ -73,3 +74,4 @@ class Capture:
     loss_terms: tuple[LossTerm, ...]
     couplings: tuple[Coupling, ...]
     notes: tuple[str, ...]
+    constants: tuple[tuple[tuple[str | int, ...], object], ...] = ()

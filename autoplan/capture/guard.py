@@ -1,0 +1,153 @@
+"""Tracing leaves the user's model, and the process, as they were; and notices what tracing would lose.
+
+``untouched`` puts back every module's attributes, parameters, buffers and hooks, and the random states, whatever the
+forward did to them under trace. ``watched`` sees two things that torch.export inlines without a word: an own
+autograd.Function, whose backward would be lost (a straight-through estimator's gradient becomes 0), and activation
+checkpointing, which the planner decides anew.
+"""
+
+from __future__ import annotations
+
+import random
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.utils.checkpoint
+from torch import Tensor, nn
+
+from autoplan.capture.errors import current_line
+from autoplan.errors import CaptureError
+
+_TABLES = ("_parameters", "_buffers", "_modules")
+
+
+@contextmanager
+def untouched(model: nn.Module, notes: list[str]) -> Iterator[None]:
+    """Restore model and random states on the way out; note attributes that forward assigned."""
+    saved = [(path, module, _snapshot(module)) for path, module in model.named_modules()]
+    states = _random_states()
+    try:
+        yield
+    finally:
+        _restore_random_states(states)
+        for path, module, snapshot in saved:
+            changed = _restore(module, snapshot)
+            notes.extend(
+                f"forward assigns {path + '.' if path else ''}{name}: a side effect the captured program does not have"
+                for name in changed
+            )
+
+
+def _snapshot(module: nn.Module) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The attributes, and copies of those that can be changed in place."""
+    attributes = dict(module.__dict__)
+    copies = {key: _copy(value) for key, value in attributes.items() if isinstance(value, (dict, list, set))}
+    return attributes, copies
+
+
+def _copy(value: Any) -> Any:
+    return value.copy()
+
+
+def _restore(module: nn.Module, snapshot: tuple[dict[str, Any], dict[str, Any]]) -> list[str]:
+    """Put the attributes back; which of the user's own had changed."""
+    attributes, copies = snapshot
+    changed = [key for key in module.__dict__.keys() - attributes.keys()]
+    changed += [key for key, value in attributes.items() if not _equal(module.__dict__.get(key, changed), value)]
+    for key in module.__dict__.keys() - attributes.keys():
+        del module.__dict__[key]
+    module.__dict__.update(attributes)
+    for key, copy in copies.items():
+        value = attributes[key]
+        if not _same(value, copy):
+            if key not in _TABLES:
+                changed.append(key)
+            value.clear()
+            value.extend(copy) if isinstance(value, list) else value.update(copy)
+    return sorted({key for key in changed if not key.startswith("_")})
+
+
+def _same(value: Any, copy: Any) -> bool:
+    """Whether a container holds the very objects that it held; compares no tensors' values."""
+    if len(value) != len(copy):
+        return False
+    if isinstance(value, dict):
+        return all(key in value and value[key] is item for key, item in copy.items())
+    if isinstance(value, set):
+        return value == copy
+    return all(mine is other for mine, other in zip(value, copy, strict=True))
+
+
+def _equal(value: Any, other: Any) -> bool:
+    """Equal as far as that is safe to ask: torch rebuilds containers while it traces, tensors answer with tensors."""
+    if value is other:
+        return True
+    if type(value) is not type(other):
+        return False
+    if isinstance(value, dict):
+        return value.keys() == other.keys() and all(_equal(item, other[key]) for key, item in value.items())
+    if isinstance(value, (list, tuple)):
+        return len(value) == len(other) and all(_equal(mine, yours) for mine, yours in zip(value, other, strict=True))
+    return isinstance(value, (str, int, float, set, frozenset)) and value == other
+
+
+def _random_states() -> tuple[Any, ...]:
+    numpy = sys.modules.get("numpy")
+    devices = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else None
+    return torch.get_rng_state(), devices, random.getstate(), numpy.random.get_state() if numpy else None
+
+
+def _restore_random_states(states: tuple[Any, ...]) -> None:
+    own, devices, python, numpy = states
+    torch.set_rng_state(own)
+    if devices is not None:
+        torch.cuda.set_rng_state_all(devices)
+    random.setstate(python)
+    if numpy is not None:
+        sys.modules["numpy"].random.set_state(numpy)
+
+
+@contextmanager
+def watched(notes: list[str]) -> Iterator[list[CaptureError]]:
+    """Yields a list that fills with refusals while the forward is traced; the first is the one to raise."""
+    refusals: list[CaptureError] = []
+    original = torch.autograd.Function.__dict__["apply"].__func__
+    checkpoint = torch.utils.checkpoint._checkpoint_without_reentrant_generator
+
+    def apply(cls: type, *args: Any, **kwargs: Any) -> Any:
+        if cls.__name__ == "CheckpointFunction":
+            _note_checkpoint(notes)
+        elif cls.__module__.partition(".")[0] != "torch" and any(isinstance(arg, Tensor) for arg in args):
+            refusals.append(_custom_function(cls))
+            raise refusals[-1]
+        return original(cls, *args, **kwargs)
+
+    def note(*args: Any, **kwargs: Any) -> Any:
+        _note_checkpoint(notes)
+        return checkpoint(*args, **kwargs)
+
+    with (
+        mock.patch.object(torch.autograd.Function, "apply", classmethod(apply)),
+        mock.patch.object(torch.utils.checkpoint, "_checkpoint_without_reentrant_generator", note),
+    ):
+        yield refusals
+
+
+def _note_checkpoint(notes: list[str]) -> None:
+    note = f"activation checkpointing at {current_line()} is not kept: autoplan chooses what to recompute"
+    if note not in notes:
+        notes.append(note)
+
+
+def _custom_function(cls: type) -> CaptureError:
+    return CaptureError(
+        f"{cls.__qualname__} is an autograd.Function: tracing keeps its forward and would lose its backward",
+        where=current_line(),
+        legal="operators of torch, or operators registered with torch.library.custom_op and register_autograd",
+        attempt=f"register {cls.__qualname__} with torch.library.custom_op, or write it in differentiable operators "
+        "(a straight-through estimator: x + (x.round() - x).detach())",
+    )

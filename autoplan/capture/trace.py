@@ -1,0 +1,194 @@
+"""An nn.Module and one batch to one fx graph, by torch.export without running anything.
+
+Real parameters are traced on their own device, parameters on ``meta`` (or a cast to ``dtype``) through a shadow of the
+model on meta. The batch is a symbol; where the model fixes its batch size, the graph is static at the example's.
+What is exported is a small wrapper that takes the batch's tensors, calls the model as the user would, and picks the
+loss out of whatever it returns: so any Python structure may go in and come out.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.export import Dim
+from torch.fx import GraphModule
+
+from autoplan.capture import batch as batches
+from autoplan.capture import huggingface
+from autoplan.capture.errors import trace_failure
+from autoplan.capture.guard import untouched, watched
+from autoplan.capture.output import pick_loss
+from autoplan.capture.shapes import MAX_BATCH
+from autoplan.errors import CaptureError
+
+MODEL_PREFIX = "model"
+LOSS_PREFIX = "loss_fn"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Traced:
+    """torch.export's graph as it came, with what was noticed on the way."""
+
+    graph_module: GraphModule
+    dynamic_batch: bool
+    notes: tuple[str, ...]
+
+
+class CallAndLoss(nn.Module):
+    """``forward(*tensors)``: the batch's tensors in order, to the scalar loss."""
+
+    def __init__(self, model: nn.Module, loss_fn: Callable[..., Any] | None, batch: Any) -> None:
+        super().__init__()
+        # set past nn.Module's bookkeeping: a loss module becomes a child, a plain function an attribute
+        self.model = model
+        self.loss_fn = loss_fn
+        self.example = [batch]
+        self.paths = list(batches.tensors(batch))
+        self.training = model.training
+
+    def forward(self, *tensors: Tensor) -> Tensor:
+        batch = batches.replace_leaves(self.example[0], dict(zip(self.paths, tensors, strict=True)))
+        call = batches.bind(self.model, batch, self.loss_fn)
+        output = self.model(*call.args, **call.kwargs)
+        if self.loss_fn is not None:
+            output = self.loss_fn(output, *call.loss_args, **(call.loss_kwargs or {}))
+        return pick_loss(output, self.model, self.loss_fn)
+
+
+def trace(
+    model: nn.Module,
+    batch: Any,
+    found: Mapping[batches.Path, Tensor],
+    loss_fn: Callable[..., Any] | None,
+    dtype: torch.dtype | None,
+) -> Traced:
+    """Trace ``model`` on ``batch`` (whose tensors are ``found``) to its loss."""
+    notes: list[str] = []
+    wrapper = CallAndLoss(model, loss_fn, batch)
+    size = batches.batch_size(found)
+    call = batches.bind(model, batch, loss_fn)
+    packed = call.kwargs.get("position_ids") is not None
+    shadow = needs_shadow(wrapper, dtype)
+    inputs = _place(found.values(), model, shadow, dtype)
+    with (
+        untouched(wrapper, notes),
+        huggingface.prepared(model, packed=packed, notes=notes),
+        watched(notes) as refusals,
+        _on_meta(wrapper, dtype) if shadow else contextlib.nullcontext(),
+        torch.device("meta") if shadow else contextlib.nullcontext(),
+        torch.enable_grad(),
+        _silence(),
+    ):
+        try:
+            graph_module, dynamic = _export(wrapper, inputs, size, notes)
+        except CaptureError:
+            raise
+        except Exception as error:
+            if refusals:
+                raise refusals[0] from None
+            raise trace_failure(error, model) from error
+    return Traced(graph_module=graph_module, dynamic_batch=dynamic, notes=tuple(dict.fromkeys(notes)))
+
+
+def needs_shadow(model: nn.Module, dtype: torch.dtype | None) -> bool:
+    """Whether to trace a stand-in on meta: a parameter is there already, or has another dtype than asked for."""
+    return any(
+        parameter.is_meta or (dtype is not None and parameter.is_floating_point() and parameter.dtype != dtype)
+        for parameter in model.parameters()
+    )
+
+
+def _export(wrapper: CallAndLoss, inputs: list[Tensor], size: int, notes: list[str]) -> tuple[GraphModule, bool]:
+    """Dynamic in the batch; static where that fails. The first failure is the one worth telling."""
+    try:
+        return _export_dynamic(wrapper, inputs, size), True
+    except CaptureError:
+        raise
+    except Exception as error:
+        first = error
+    try:
+        graph_module = _module(torch.export.export(wrapper, tuple(inputs), strict=False))
+    except Exception:
+        raise first from None
+    reason = next((line.strip(" -") for line in str(first).splitlines() if line.strip()), type(first).__name__)
+    notes.append(
+        f"the batch size is fixed at the example's {size}: the model does not trace with a free one ({reason})"
+    )
+    return graph_module, False
+
+
+def _export_dynamic(wrapper: CallAndLoss, inputs: list[Tensor], size: int) -> GraphModule:
+    # torch takes a dimension of 1 for a constant (broadcasting): an example of one sample is traced as two
+    batched = [tensor.dim() > 0 and tensor.shape[0] == size for tensor in inputs]
+    if size == 1:
+        inputs = [
+            torch.cat([tensor, tensor]) if is_batched else tensor
+            for tensor, is_batched in zip(inputs, batched, strict=True)
+        ]
+    dimension = Dim("batch", min=1, max=MAX_BATCH)
+    shapes = tuple({0: dimension} if is_batched else None for is_batched in batched)
+    return _module(torch.export.export(wrapper, tuple(inputs), dynamic_shapes={"tensors": shapes}, strict=False))
+
+
+def _module(program: torch.export.ExportedProgram) -> GraphModule:
+    return program.module(check_guards=False)
+
+
+def _place(found: Any, model: nn.Module, shadow: bool, dtype: torch.dtype | None) -> list[Tensor]:
+    """The example's tensors where the trace runs."""
+    devices = {parameter.device for parameter in model.parameters()}
+    target = torch.device("meta") if shadow else next(iter(devices)) if len(devices) == 1 else None
+    placed = []
+    for tensor in found:
+        cast = dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype
+        placed.append(tensor.detach().to(device=target or tensor.device, dtype=cast))
+    return placed
+
+
+@contextlib.contextmanager
+def _on_meta(model: nn.Module, dtype: torch.dtype | None) -> Iterator[None]:
+    """Parameters and buffers swapped for meta ones, cast as ``model.to(dtype)`` casts; ties stay ties.
+
+    ``untouched`` around it puts the real ones back.
+    """
+    made: dict[int, Tensor] = {}
+    for module in model.modules():
+        tables: tuple[dict[str, Any], ...] = (module._parameters, module._buffers)
+        for table in tables:
+            for name, tensor in table.items():
+                if tensor is not None:
+                    table[name] = _stand_in(tensor, dtype, made)
+    yield
+
+
+def stand_ins(tensors: Mapping[str, Tensor], dtype: torch.dtype | None) -> dict[str, Tensor]:
+    """Tensors on meta, cast as ``module.to(dtype)`` casts; ties stay ties."""
+    made: dict[int, Tensor] = {}
+    return {name: _stand_in(tensor, dtype, made) for name, tensor in tensors.items()}
+
+
+def _stand_in(tensor: Tensor, dtype: torch.dtype | None, made: dict[int, Tensor]) -> Tensor:
+    if id(tensor) not in made:
+        cast = dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype
+        meta = (
+            tensor if tensor.is_meta and tensor.dtype == cast else torch.empty_like(tensor, device="meta", dtype=cast)
+        )
+        if isinstance(tensor, nn.Parameter) and meta is not tensor:
+            meta = nn.Parameter(meta, requires_grad=tensor.requires_grad)
+        made[id(tensor)] = meta
+    return made[id(tensor)]
+
+
+@contextlib.contextmanager
+def _silence() -> Iterator[None]:
+    """torch dumps partial graphs and warns while it fails; the one message comes from the error."""
+    with contextlib.redirect_stderr(io.StringIO()), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
