@@ -157,6 +157,7 @@ class Edge:
     """One value that layer ``source`` makes and layer ``targets`` (ascending, all after ``source``) read.
 
     Only values that must be sent between stages: what depends on no parameter is recomputed where it is used.
+    ``batched`` False: the value is the same size for any micro-batch (a relative position bias).
     """
 
     value: str
@@ -164,6 +165,7 @@ class Edge:
     targets: tuple[int, ...]
     bytes_per_sample: float
     differentiable: bool = True
+    batched: bool = True
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

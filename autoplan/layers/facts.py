@@ -1,0 +1,201 @@
+"""What each node of a captured graph depends on: parameters, chance, mutations.
+
+A node *travels* when its value must be sent to the stage that reads it: it depends on a parameter, on chance (a second
+draw would differ), or changes state. All other nodes are the *prologue* (masks, rotary tables, position numbers):
+functions of the batch and of buffers alone, recomputed wherever they are used.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.fx import GraphModule, Node
+
+from autoplan.capture.types import Capture
+from autoplan.layers.operators import ALIASING, CUTS_GRADIENT, RANDOM, operator_name
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Facts:
+    """``nodes``: the call_function nodes in graph order; ``position`` their index.
+
+    ``before`` adds to a node's inputs the in-place operators whose effect it reads; ``after`` is its inverse.
+    ``parameters``: get_attr node -> Parameter; ``canonical``: parameter name -> the name of its tied group that counts.
+    """
+
+    nodes: tuple[Node, ...]
+    position: Mapping[Node, int]
+    before: Mapping[Node, tuple[Node, ...]]
+    after: Mapping[Node, tuple[Node, ...]]
+    parameters: Mapping[Node, nn.Parameter]
+    canonical: Mapping[str, str]
+    travelling: frozenset[Node]
+    differentiable: frozenset[Node]
+    loss: Node | None
+
+    def parameters_of(self, node: Node) -> Iterator[tuple[Node, nn.Parameter]]:
+        """The parameters that ``node`` reads, with their get_attr nodes."""
+        for source in node.all_input_nodes:
+            if source in self.parameters:
+                yield source, self.parameters[source]
+
+    def has_matrix(self, node: Node) -> bool:
+        """Whether ``node`` reads a parameter of two dimensions or more."""
+        return any(parameter.dim() > 1 for _, parameter in self.parameters_of(node))
+
+
+def module_stack(node: Node) -> tuple[tuple[str, str], ...]:
+    """(path, class) of the modules around ``node``, outermost first; ``@k`` marks the k-th call of a shared module."""
+    stack = node.meta.get("nn_module_stack") or {}
+    named = (
+        (path, kind if isinstance(kind, str) else f"{kind.__module__}.{kind.__qualname__}")
+        for path, kind in stack.values()
+    )
+    return tuple((path, kind) for path, kind in named if path and not path.startswith("_empty_nn_module_stack"))
+
+
+def tensors(value: Any) -> Iterator[Tensor]:
+    """The tensors in a node's ``meta["val"]``."""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, (tuple, list)):
+        for item in value:
+            yield from tensors(item)
+
+
+def gather_facts(capture: Capture) -> Facts:
+    graph_module = capture.graph_module
+    nodes = tuple(node for node in graph_module.graph.nodes if node.op == "call_function")
+    named = dict(graph_module.named_parameters(remove_duplicate=False))
+    sources = [node for node in graph_module.graph.nodes if node.op == "get_attr"]
+    parameters = {node: named[str(node.target)] for node in sources if str(node.target) in named}
+    root, writes = _aliases(nodes)
+    before = _before(nodes, root, writes)
+    after: dict[Node, list[Node]] = {}
+    for node in nodes:
+        for earlier in before[node]:
+            after.setdefault(earlier, []).append(node)
+    travelling = _travelling(nodes, before, parameters, root, writes)
+    return Facts(
+        nodes=nodes,
+        position={node: index for index, node in enumerate(nodes)},
+        before=before,
+        after={node: tuple(later) for node, later in after.items()},
+        parameters=parameters,
+        canonical={name: group[0] for group in capture.tied for name in group},
+        travelling=frozenset(travelling),
+        differentiable=frozenset(_differentiable(nodes, parameters)),
+        loss=_loss(graph_module),
+    )
+
+
+def _loss(graph_module: GraphModule) -> Node | None:
+    output = next(node for node in reversed(graph_module.graph.nodes) if node.op == "output")
+    return next(iter(output.all_input_nodes), None)
+
+
+def _written(node: Node) -> Iterator[Node]:
+    """The operands that an in-place operator changes."""
+    schema = getattr(node.target, "_schema", None)
+    if schema is None or not schema.is_mutable:
+        return
+    for index, argument in enumerate(schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            value = node.args[index] if index < len(node.args) else node.kwargs.get(argument.name)
+            if isinstance(value, Node):
+                yield value
+
+
+def _aliases(nodes: tuple[Node, ...]) -> tuple[dict[Node, Node], dict[Node, tuple[Node, ...]]]:
+    """The node whose memory each node may share, and the roots that each in-place operator writes."""
+    root: dict[Node, Node] = {}
+    writes: dict[Node, tuple[Node, ...]] = {}
+    for node in nodes:
+        written = tuple(_written(node))
+        if written:
+            writes[node] = tuple(root.get(value, value) for value in written)
+            root[node] = writes[node][0]
+        elif node.target is operator.getitem or operator_name(node.target) in ALIASING:
+            source = next(iter(node.all_input_nodes), None)
+            if source is not None:
+                root[node] = root.get(source, source)
+    return root, writes
+
+
+def _before(
+    nodes: tuple[Node, ...], root: Mapping[Node, Node], writes: Mapping[Node, tuple[Node, ...]]
+) -> dict[Node, tuple[Node, ...]]:
+    last_write: dict[Node, Node] = {}
+    before: dict[Node, tuple[Node, ...]] = {}
+    for node in nodes:
+        inputs = tuple(node.all_input_nodes)
+        effects = (last_write.get(root.get(source, source)) for source in inputs)
+        before[node] = tuple(dict.fromkeys((*inputs, *(effect for effect in effects if effect is not None))))
+        for written in writes.get(node, ()):
+            last_write[written] = node
+    return before
+
+
+def _travelling(
+    nodes: tuple[Node, ...],
+    before: Mapping[Node, tuple[Node, ...]],
+    parameters: Mapping[Node, nn.Parameter],
+    root: Mapping[Node, Node],
+    writes: Mapping[Node, tuple[Node, ...]],
+) -> set[Node]:
+    found: set[Node] = set()
+    roots: set[Node] = set()
+    while True:
+        for node in nodes:
+            changes_state = any(written.op != "call_function" for written in writes.get(node, ()))
+            if changes_state or node in roots or _draws(node):
+                found.add(node)
+            elif any(earlier in found or earlier in parameters for earlier in before[node]):
+                found.add(node)
+        # What a travelling operator writes into cannot be recomputed elsewhere.
+        grown = {written for node in found for written in writes.get(node, ()) if written.op == "call_function"}
+        if grown <= found:
+            return found
+        roots |= grown
+
+
+def _draws(node: Node) -> bool:
+    """Whether the node's value depends on chance."""
+    name = operator_name(node.target)
+    if name in ("dropout", "dropout_", "native_dropout", "feature_dropout", "alpha_dropout"):
+        probability, train = (*node.args[1:], *node.kwargs.values(), 0.0, True)[:2]
+        return bool(probability) and train is not False
+    return name in RANDOM
+
+
+def _differentiable(nodes: tuple[Node, ...], parameters: Mapping[Node, nn.Parameter]) -> set[Node]:
+    found: set[Node] = {node for node, parameter in parameters.items() if parameter.requires_grad}
+    for node in nodes:
+        if operator_name(node.target) in CUTS_GRADIENT or _without_gradient(node):
+            continue
+        values = list(tensors(node.meta.get("val")))
+        floating = any(value.dtype.is_floating_point or value.dtype.is_complex for value in values)
+        if floating and any(source in found for source in node.all_input_nodes):
+            found.add(node)
+        elif not floating and any(source in found for source in node.all_input_nodes) and _writes_floating(node):
+            found.add(node)
+    return found
+
+
+def _writes_floating(node: Node) -> bool:
+    return any(value.meta["val"].dtype.is_floating_point for value in _written(node) if "val" in value.meta)
+
+
+def _without_gradient(node: Node) -> bool:
+    """A block that the user ran under torch.no_grad()."""
+    is_no_grad = getattr(node.target, "__name__", "") == "wrap_with_set_grad_enabled"
+    return is_no_grad and node.args[0] is False
+
+
+def is_parameter_free(tensor: Tensor) -> bool:
+    return not isinstance(tensor, torch.nn.Parameter)

@@ -1,0 +1,140 @@
+"""Canonical form of a layer: two layers with equal forms are of one kind, and cost the same.
+
+The form lists, in graph order: each node's operator, its arguments with tensors replaced by what they are to the layer
+(an inner node's index, a boundary input's order, a parameter's order), and the shapes, strides and dtypes of its
+values. Names of parameters and modules are left out, and so are devices: a trace on meta and one on real tensors are
+alike. Hashes are sha256 over text, so they are equal in every process.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import sympy
+import torch
+from torch import Tensor
+from torch.fx import GraphModule, Node
+
+from autoplan.layers.facts import Facts
+from autoplan.layers.operators import operator_label
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Form:
+    """``digest`` of the canonical form; ``boundary`` inputs and ``parameters`` (get_attr nodes, tied ones once) in
+    order of first use, and for each parameter name the canonical one; ``outputs`` are read by other layers."""
+
+    digest: str
+    boundary: tuple[Node, ...]
+    parameters: tuple[Node, ...]
+    outputs: tuple[Node, ...]
+
+
+class Canon:
+    """Writes values without names; shared by all layers of one graph."""
+
+    def __init__(self, facts: Facts, batch: sympy.Symbol | None, shared: Mapping[str, str]) -> None:
+        self._facts = facts
+        self._batch = batch
+        self._shared = shared
+        self._sizes: dict[Any, str] = {}
+        self._shapes: dict[Node, str] = {}
+
+    def form(self, nodes: Sequence[Node]) -> Form:
+        """The canonical form of the layer that holds ``nodes``."""
+        facts = self._facts
+        inner = {node: index for index, node in enumerate(nodes)}
+        boundary: dict[Node, int] = {}
+        parameters: dict[str, Node] = {}
+        names: dict[str, int] = {}
+        lines: list[str] = []
+
+        def reference(source: Node) -> str:
+            if source in inner:
+                return f"%{inner[source]}"
+            if source in facts.parameters:
+                name = canonical_name(facts, source)
+                parameters.setdefault(name, source)
+                return f"p{names.setdefault(name, len(names))}"
+            return f"in{boundary.setdefault(source, len(boundary))}"
+
+        for node in nodes:
+            arguments = self._text(node.args, reference), self._text(node.kwargs, reference)
+            lines.append(f"{operator_label(node.target)}{arguments} -> {self.shape(node)}")
+        outputs = tuple(node for node in nodes if node in facts.travelling and self._is_read_outside(node, inner))
+        lines += [f"in {source.op} {self._flags(source)} {self.shape(source)}" for source in boundary]
+        lines += [self._parameter(name, source) for name, source in parameters.items()]
+        lines.append(f"out {[inner[node] for node in outputs]}")
+        digest = hashlib.sha256("\n".join(lines).encode()).hexdigest()
+        return Form(digest=digest, boundary=tuple(boundary), parameters=tuple(parameters.values()), outputs=outputs)
+
+    def shape(self, node: Node) -> str:
+        """Shapes, strides and dtypes of the node's value, the batch written ``b``."""
+        if node not in self._shapes:
+            self._shapes[node] = self._value(node.meta.get("val"))
+        return self._shapes[node]
+
+    def _is_read_outside(self, node: Node, inner: Mapping[Node, int]) -> bool:
+        return node is self._facts.loss or any(reader not in inner for reader in node.users)
+
+    def _flags(self, node: Node) -> str:
+        return f"{node in self._facts.travelling} {node in self._facts.differentiable}"
+
+    def _parameter(self, name: str, source: Node) -> str:
+        parameter = self._facts.parameters[source]
+        shape = f"{tuple(parameter.shape)} {parameter.dtype} {parameter.requires_grad}"
+        return f"parameter {shape} {self._shared.get(name, '')}"
+
+    def _value(self, value: Any) -> str:
+        if isinstance(value, Tensor):
+            sizes = ",".join(self._size(size) for size in value.shape)
+            strides = ",".join(self._size(size) for size in value.stride())
+            return f"{value.dtype}[{sizes}|{strides}]"
+        if isinstance(value, (tuple, list)):
+            return f"({','.join(self._value(item) for item in value)})"
+        return self._size(value)
+
+    def _size(self, size: Any) -> str:
+        if not isinstance(size, (torch.SymInt, torch.SymFloat, torch.SymBool)):
+            return str(size)
+        expression = size.node.expr
+        if expression not in self._sizes:
+            named = {symbol: sympy.Symbol("b") for symbol in expression.free_symbols if symbol == self._batch}
+            self._sizes[expression] = str(expression.xreplace(named))
+        return self._sizes[expression]
+
+    def _text(self, value: Any, reference: Any) -> str:
+        if isinstance(value, Node):
+            return reference(value)
+        if isinstance(value, (tuple, list)):
+            return f"[{','.join(self._text(item, reference) for item in value)}]"
+        if isinstance(value, Mapping):
+            items = ((key, item) for key, item in value.items() if key != "device")
+            return ",".join(f"{key}={self._text(item, reference)}" for key, item in items)
+        if isinstance(value, torch.device):
+            return "device"
+        if isinstance(value, slice):
+            return self._text((value.start, value.stop, value.step), reference)
+        if isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool)):
+            return self._size(value)
+        if isinstance(value, (str, int, float, complex, bool, torch.dtype, torch.layout, torch.memory_format)):
+            return repr(value)
+        return operator_label(value) if callable(value) else type(value).__name__
+
+
+def canonical_name(facts: Facts, source: Node) -> str:
+    """The name of a parameter; of tied ones, the name that counts."""
+    name = str(source.target)
+    return facts.canonical.get(name, name)
+
+
+def fingerprint(graph_module: GraphModule, canon: Canon, facts: Facts) -> str:
+    """sha256 of the whole graph: operators, arguments, shapes, dtypes and edges; no names, no devices."""
+    digest = hashlib.sha256(canon.form(facts.nodes).digest.encode())
+    for module_name, module in graph_module.named_modules():
+        if module_name and isinstance(module, GraphModule):
+            digest.update("".join(f"{node.op} {operator_label(node.target)}\n" for node in module.graph.nodes).encode())
+    return digest.hexdigest()
