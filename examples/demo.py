@@ -1,16 +1,14 @@
-"""One small GPT, three runs: a single process, the plan that autoplan picks for 4 CPU processes, and a forced pipeline of
-2 stages x tensor parallelism over 2. The losses of every step and the final weights must agree.
+"""One small GPT, three runs: a single process, the plan that autoplan picks for 4 CPU processes, and a forced
+pipeline of 2 stages x tensor parallelism over 2. The losses of every step and the final weights must agree.
 
     make demo
 """
 
 from __future__ import annotations
 
-import functools
 import sys
 import time
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from rich.console import Console
@@ -21,7 +19,7 @@ from train_gpt import BATCH, CONTEXT, GPT, STEPS, train_alone, train_planned
 import autoplan
 
 PROCESSES = 4
-# float32 rounds sums in another order on each plan, and 200 steps of AdamW amplify that; a wrong plan is off by far more.
+# float32 rounds sums in another order on each plan, and 200 steps of AdamW amplify that; a wrong plan is far off.
 AGREEMENT = 1e-2
 
 
@@ -35,15 +33,13 @@ class Run:
 
 def planned(steps: int, strategy: dict[str, int] | None) -> tuple[list[float], dict[str, Tensor], autoplan.Plan]:
     """What each process of a planned run executes."""
-    torch.set_num_threads(1)
     return train_planned(steps, gpus=PROCESSES, device="cpu", strategy=strategy)
 
 
 def run_planned(title: str, strategy: dict[str, int] | None, steps: int) -> Run:
     say(f"training under {title} ...")
     started = time.perf_counter()
-    answers: Any = autoplan.launch(functools.partial(planned, steps, strategy), gpus=PROCESSES, device="cpu")
-    losses, weights, plan = answers[0]
+    losses, weights, plan = autoplan.launch(planned, steps, strategy, gpus=PROCESSES, device="cpu")[0]
     seconds = time.perf_counter() - started
     return Run(title=f"{title}: {plan.strategy.describe()}", losses=losses, weights=weights, seconds=seconds)
 

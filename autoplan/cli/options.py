@@ -29,17 +29,7 @@ Json = Annotated[bool, typer.Option("--json", help="Print one JSON object instea
 Output = Annotated[Path | None, typer.Option("-o", "--output", metavar="FILE", help="Write the plan to FILE.")]
 PlanFile = Annotated[Path, typer.Argument(metavar="PLAN.json", help="A file that `autoplan plan -o` wrote.")]
 
-_WHOLE = (
-    "data",
-    "tensor",
-    "pipeline",
-    "virtual_stages",
-    "context",
-    "expert",
-    "zero_stage",
-    "micro_batch_size",
-    "micro_batches",
-)
+_WHOLE = ("data", "tensor", "pipeline", "virtual_stages", "context", "expert", "zero_stage", "micro_batch_size")
 _WORDS = ("schedule", "recompute")
 _SWITCHES = ("sequence_parallel",)
 STRATEGY_KEYS = (*_WHOLE, *_WORDS, *_SWITCHES)

@@ -8,7 +8,7 @@ def seconds(value: float) -> str:
     if value == 0:
         return "0"
     for factor, unit in ((1.0, "s"), (1e3, "ms"), (1e6, "us")):
-        if value * factor >= 1 or unit == "us":
+        if float(f"{value * factor:.3g}") >= 1 or unit == "us":
             return f"{_three(value * factor)} {unit}"
     raise AssertionError
 

@@ -1,0 +1,200 @@
+"""Commands that need no model: what they print, where, and with which exit code."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from autoplan.cli import answer, options, units
+from autoplan.errors import AutoplanError, InfeasibleError, StrategyError
+from autoplan.plan import Plan
+from tests.support.cli import Invoke
+
+
+def test_help_lists_every_command_without_loading_torch() -> None:
+    code = (
+        "import sys\nfrom autoplan.cli.application import application\n"
+        "try: application(['--help'])\nexcept SystemExit as done: print(done.code, 'torch' in sys.modules)"
+    )
+    finished = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert finished.stdout.strip().endswith("0 False")
+    for command in ("plan", "predict", "explain", "show", "run", "models", "clusters"):
+        assert f" {command} " in finished.stdout
+
+
+def test_version(invoke: Invoke) -> None:
+    assert invoke("--version").stdout == "autoplan 0.1.0\n"
+
+
+def test_models_lists_the_presets(invoke: Invoke) -> None:
+    listed = {row["name"]: row["parameters"] for row in json.loads(invoke("models", "--json").stdout)["models"]}
+    assert listed["llama3.1-405b"] == 405_853_388_800
+    needed = {"gpt2", "gpt3-175b", "llama3-8b", "llama3-70b", "mixtral-8x7b", "bert-large", "t5-large", "vit-large"}
+    assert needed <= set(listed)
+    assert "gpt3-175b" in invoke("models").stdout
+
+
+def test_clusters_lists_the_kinds(invoke: Invoke) -> None:
+    listed = json.loads(invoke("clusters", "--json").stdout)["devices"]
+    assert "H100-80GB-SXM" in {row["name"] for row in listed}
+    assert all(row["memory_bytes"] > 0 and row["peak_flops"] for row in listed)
+    assert "H100-80GB-SXM" in invoke("clusters").stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message", "advice"),
+    [
+        (("plann",), "No such command 'plann'. Did you mean 'plan'", "autoplan --help"),
+        (("plan", "gpt2"), "Missing option '--gpus'", "autoplan plan --help"),
+        (
+            ("plan", "gpt2", "--gpus", "8", "--global-batch", "many"),
+            "Invalid value for '--global-batch'",
+            "autoplan plan --help",
+        ),
+        (("predict", "gpt2", "--gpus", "8"), "Missing option '--strategy'", "autoplan predict --help"),
+        (("plan", "gpt2", "--gpus", "8", "--strategy", "tenser=2"), "unknown key `tenser`", "did you mean `tensor`?"),
+        (("plan", "gpt2", "--gpus", "8", "--strategy", "tensor"), "'tensor' is not KEY=VALUE", "--strategy data=4"),
+        (("plan", "gpt2", "--gpus", "8", "--strategy", "data=two"), "`data` is 'two'", "--strategy data=1"),
+        (("plan", "gpt2", "--gpus", "8", "-o", "/no/such/folder/p.json"), "there is no folder /no/such/folder", ""),
+        (("explain", "/no/such/plan.json"), "cannot read the plan: No such file", "autoplan plan MODEL"),
+    ],
+)
+def test_bad_usage_is_one_error_on_stderr_and_exit_2(
+    invoke: Invoke, arguments: tuple[str, ...], message: str, advice: str
+) -> None:
+    result = invoke(*arguments)
+    assert result.exit_code == 2
+    assert result.stdout == ""
+    assert result.stderr.startswith("error: ") and message in result.stderr and advice in result.stderr
+    assert "Traceback" not in result.stderr and result.stderr.count("error:") == 1
+
+
+def test_a_strategy_is_text_of_keys_and_values() -> None:
+    assert options.parse_strategy(["data=4, tensor=2", "schedule=gpipe,sequence_parallel=True,recompute=full"]) == {
+        "data": 4,
+        "tensor": 2,
+        "schedule": "gpipe",
+        "sequence_parallel": True,
+        "recompute": "full",
+    }
+    assert options.parse_strategy(None) == {}
+    with pytest.raises(StrategyError, match="`data` is given twice"):
+        options.parse_strategy(["data=4,data=2"])
+
+
+def test_the_strategy_keys_are_the_planners() -> None:
+    from autoplan.search.forced import KEYS
+
+    assert set(options.STRATEGY_KEYS) == set(KEYS)
+
+
+def test_a_plan_prints_its_decision_within_80_columns(
+    invoke: Invoke, plan: Plan, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    answer.give(lambda: plan, what="Planning", output=tmp_path / "plan.json", json=False)
+    printed = capsys.readouterr()
+    assert max(map(len, printed.out.splitlines())) <= 80
+    for text in (
+        "124 M parameters, bf16, 1024 tokens a sample",
+        "uses 4 of 8 GPUs",
+        "data 2 x pipeline 2",
+        "8 micro-batches of 1 on each data rank, global batch 16, 1f1b",
+        "312 ms, 52.5 k tokens/s",
+        "optimal, gap 0.0 %: 212 plans considered, 10 did not fit, 14 solved",
+        "sequence length 1024 (none was given)",
+    ):
+        assert text in " ".join(printed.out.split())
+    rows = [line.split() for line in printed.out.splitlines()]
+    assert ["0", "0-1", "0-6", "62.0", "M", "10.0", "ms", "20.0", "ms", "6.00", "GiB", "none"] in rows
+    assert ["1", "2-3", "7-13", "62.0", "M", "10.0", "ms", "20.0", "ms", "6.00", "GiB", "none"] in rows
+    assert "capture 700 ms, search 50.0 ms" in printed.err
+    assert f"next: autoplan explain {tmp_path / 'plan.json'}" in printed.err
+    assert Plan.load(tmp_path / "plan.json") == plan
+
+    shown = invoke("show", str(tmp_path / "plan.json"))
+    assert shown.exit_code == 0 and shown.stdout == printed.out
+
+
+def test_json_is_the_plan_with_its_seconds(plan: Plan, capsys: pytest.CaptureFixture[str]) -> None:
+    answer.give(lambda: plan, what="Planning", output=None, json=True)
+    printed = json.loads(capsys.readouterr().out)
+    assert printed == plan.to_dict(with_seconds=True)
+    assert printed["schema"] == 1 and printed["feasible"] is True and printed["seconds"]["capture"] == 0.7
+
+
+def nothing_fits() -> Plan:
+    raise InfeasibleError(
+        "nothing fits: 3.0 GiB short", short_by_bytes=3 * 2.0**30, term="weights", suggestions=("8xH200",)
+    )
+
+
+def test_infeasible_is_an_answer_on_stdout_with_json(capsys: pytest.CaptureFixture[str]) -> None:
+    import typer
+
+    with pytest.raises(typer.Exit) as caught:
+        answer.give(nothing_fits, what="Planning", output=None, json=True)
+    assert caught.value.exit_code == 1
+    assert json.loads(capsys.readouterr().out) == {
+        "schema": 1,
+        "feasible": False,
+        "reason": "nothing fits: 3.0 GiB short",
+        "short_by_bytes": 3 * 2**30,
+        "term": "weights",
+        "suggestions": ["8xH200"],
+    }
+
+
+def test_infeasible_without_json_goes_the_way_of_all_errors() -> None:
+    with pytest.raises(InfeasibleError):
+        answer.give(nothing_fits, what="Planning", output=None, json=False)
+
+
+def test_a_plan_that_cannot_be_written_is_bad_input(plan: Plan, tmp_path: Path) -> None:
+    with pytest.raises(AutoplanError, match="is a folder"):
+        options.check_writable(tmp_path)
+
+
+def test_a_malformed_plan_file_names_the_field(invoke: Invoke, plan: Plan, tmp_path: Path) -> None:
+    path = tmp_path / "plan.json"
+    path.write_text(plan.to_json().replace('"pipeline": 2', '"pipeline": "two"'))
+    result = invoke("explain", str(path))
+    assert result.exit_code == 2
+    assert "field `strategy.pipeline`" in result.stderr
+
+
+def test_a_fault_of_ours_is_short_and_says_how_to_see_more(
+    invoke: Invoke, plan: Plan, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def break_down(path: Path) -> Plan:
+        raise KeyError("stages")
+
+    monkeypatch.setattr(Plan, "load", break_down)
+    monkeypatch.setenv("AUTOPLAN_TRACEBACK", "0")
+    quiet = invoke("show", "plan.json")
+    assert quiet.exit_code == 3
+    assert quiet.stderr.startswith("error: internal fault: KeyError: 'stages'")
+    assert "--verbose" in quiet.stderr and "Traceback" not in quiet.stderr
+    assert "Traceback" in invoke("--verbose", "show", "plan.json").stderr
+
+
+@pytest.mark.parametrize(
+    ("shown", "expected"),
+    [
+        (units.seconds(2.4149), "2.41 s"),
+        (units.seconds(0.0123), "12.3 ms"),
+        (units.seconds(3.2e-7), "0.32 us"),
+        (units.seconds(0), "0"),
+        (units.seconds(0.9999), "1.00 s"),
+        (units.size(71.3 * 2**30), "71.3 GiB"),
+        (units.size(12), "12 B"),
+        (units.count(405_853_388_800), "406 B"),
+        (units.count(999), "999"),
+        (units.percent(0.4104), "41.0 %"),
+    ],
+)
+def test_quantities_have_three_figures_and_a_unit(shown: str, expected: str) -> None:
+    assert shown == expected
