@@ -1,0 +1,328 @@
+"""Start one process a GPU, and bring all of them down when one fails.
+
+Under ``torchrun`` the ranks are there already: :func:`ensure_process_group` makes the group from its environment. From
+a script or a notebook :func:`launch` starts them: forked for CPU (0.3 s for four ranks; spawning costs 16 s), spawned
+for CUDA, which does not survive a fork. A fork gives each rank private copies of the model's tensors; spawned ranks
+would *share* a CPU model's memory, so its tensors are cloned before ``fn`` runs.
+
+A rank's exception reaches the caller as a :class:`RankFault` with the original traceback's text; the others are
+terminated at once, and killed if they do not leave.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import datetime
+import multiprocessing
+import multiprocessing.connection
+import os
+import pickle
+import signal
+import socket
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from autoplan.errors import AutoplanError, StrategyError
+from autoplan.runtime.faults import RankFault, is_peer_failure
+
+CPU_TIMEOUT_S = 60.0  # how long a rank waits for another before it gives up
+CUDA_TIMEOUT_S = 600.0  # a first step compiles kernels and fills caches, unevenly over the ranks
+GRACE_S = 1.5  # after a failure: how long to wait for the report of the rank that really failed
+LEAVE_S = 5.0  # between asking a process to leave and killing it
+_TIMEOUT_VARIABLE = "AUTOPLAN_TIMEOUT_S"
+
+
+def how_to_launch(gpus: int) -> str:
+    """The ways to start ``gpus`` ranks, in words."""
+    return (
+        f"torchrun --nproc-per-node {gpus} script.py; or `autoplan run script.py --gpus {gpus}`; or, from a script or a "
+        f"notebook, autoplan.launch(train, gpus={gpus})"
+    )
+
+
+def group_timeout(device_type: str) -> datetime.timedelta:
+    """How long a rank waits for another; never torch's default of half an hour."""
+    default = CUDA_TIMEOUT_S if device_type == "cuda" else CPU_TIMEOUT_S
+    return datetime.timedelta(seconds=float(os.environ.get(_TIMEOUT_VARIABLE, default)))
+
+
+def ensure_process_group(device: str | torch.device) -> int:
+    """The number of ranks: of the process group there is, or of one made from ``torchrun``'s environment; 1 without.
+
+    Raises StrategyError where ranks were launched on a machine without GPUs and CPU ranks were not asked for.
+    """
+    if dist.is_available() and dist.is_initialized():
+        return dist.get_world_size()
+    world = int(os.environ.get("WORLD_SIZE", "1"))
+    if world == 1 or "RANK" not in os.environ:
+        return 1
+    kind = str(device).split(":")[0]
+    if kind not in ("cpu", "cuda"):
+        raise StrategyError(
+            f"{world} ranks were launched and this machine has no GPU",
+            legal='device="cpu": gloo processes, for tests and demonstrations',
+            attempt='autoplan.compile(..., device="cpu"), or `autoplan run --device cpu`',
+        )
+    if kind == "cuda":
+        local = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+        torch.cuda.set_device(local)
+        dist.init_process_group("nccl", timeout=group_timeout(kind), device_id=local)
+    else:
+        dist.init_process_group("gloo", timeout=group_timeout(kind))
+    return world
+
+
+def launch(
+    fn: Callable[..., Any],
+    *args: Any,
+    gpus: int = 4,
+    device: str = "cpu",
+    timeout_s: float | None = None,
+    deadline_s: float | None = None,
+) -> list[Any]:
+    """Run ``fn(*args)`` on ``gpus`` ranks of this machine and return what each returned, by rank.
+
+    Each rank has ``torchrun``'s environment variables and an initialised process group (gloo for ``device="cpu"``, nccl
+    for ``"cuda"``). ``timeout_s``: how long a rank waits for another (60 s on CPU, 600 s on CUDA where not given);
+    ``deadline_s``: how long the whole run may take (no limit where not given). What ranks return must be picklable; for
+    CUDA so must ``fn``, as a function of an importable module.
+
+    Raises RuntimeFault (:class:`RankFault`) when a rank raised, was killed or overran the deadline; an AutoplanError
+    that a rank raised is raised as it is.
+    """
+    _check(gpus, device)
+    seconds = timeout_s or (CUDA_TIMEOUT_S if device == "cuda" else CPU_TIMEOUT_S)
+    # The meeting point is rank 0's, never this process's: a store's thread here would be forked in mid-air, and one
+    # launch in twelve then hangs. Its socket is bound here, so that no other program can take the port in between.
+    listener = socket.create_server(("127.0.0.1", 0))
+    port = listener.getsockname()[1]
+    context: Any = multiprocessing.get_context("fork" if device == "cpu" else "spawn")
+    workers: list[_Worker] = []
+    try:
+        for rank in range(gpus):
+            here, there = context.Pipe(duplex=False)
+            seat = _Seat(
+                rank=rank,
+                world=gpus,
+                port=port,
+                listener=listener.fileno() if device == "cpu" and rank == 0 else None,
+                device=device,
+                timeout_s=seconds,
+            )
+            process = context.Process(target=_work, args=(seat, there, fn, args), name=f"autoplan-rank-{rank}")
+            if rank == 0 and device != "cpu":
+                listener.close()  # a spawned rank inherits no socket: it binds the port itself
+            process.start()
+            there.close()  # later children must not inherit it, else a dead rank's pipe never ends
+            workers.append(_Worker(rank=rank, process=process, connection=here))
+        return _collect(workers, deadline_s)
+    finally:
+        listener.close()
+        _stop(workers)
+
+
+def _check(gpus: int, device: str) -> None:
+    if gpus < 1:
+        raise StrategyError(f"cannot launch on {gpus} GPUs", legal="1 or more")
+    if "RANK" in os.environ and int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        raise StrategyError(
+            "autoplan.launch was called by a rank that is launched already",
+            legal="one of both: torchrun (or `autoplan run`), or autoplan.launch",
+            attempt="call the function itself under torchrun",
+        )
+    if device not in ("cpu", "cuda"):
+        raise StrategyError(f"no ranks can be launched on device {device!r}", legal='"cpu" or "cuda"')
+    if device == "cuda" and torch.cuda.device_count() < gpus:
+        raise StrategyError(
+            f"{gpus} ranks were asked for and this machine has {torch.cuda.device_count()} GPUs",
+            legal="one rank a GPU",
+            attempt=f'gpus={torch.cuda.device_count()}, or device="cpu" for a demonstration',
+        )
+
+
+# ------------------------------------------------------------------------------------------------------ inside a rank
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Seat:
+    """What a worker needs to become a rank."""
+
+    rank: int
+    world: int
+    port: int
+    listener: int | None
+    device: str
+    timeout_s: float
+
+
+def _work(seat: _Seat, connection: Connection, fn: Callable[..., Any], args: tuple[Any, ...]) -> None:
+    code = 0
+    try:
+        _take_seat(seat)
+        _own_memory(args)
+        report = ("result", pickle.dumps(fn(*args)))
+    except BaseException as error:
+        code = 3
+        report = ("error", _pickled(error, seat.rank))
+    connection.send(report)
+    connection.close()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)  # no destructors: a process group that waits for a dead peer would hang here
+
+
+def _take_seat(seat: _Seat) -> None:
+    _die_with_parent()
+    os.environ.update(
+        RANK=str(seat.rank),
+        LOCAL_RANK=str(seat.rank),
+        WORLD_SIZE=str(seat.world),
+        LOCAL_WORLD_SIZE=str(seat.world),
+        MASTER_ADDR="127.0.0.1",
+        MASTER_PORT=str(seat.port),
+        AUTOPLAN_DEVICE=seat.device,
+    )
+    os.environ[_TIMEOUT_VARIABLE] = str(seat.timeout_s)
+    timeout = datetime.timedelta(seconds=seat.timeout_s)
+    store = dist.TCPStore(
+        "127.0.0.1",
+        seat.port,
+        world_size=seat.world,
+        is_master=seat.rank == 0,
+        timeout=timeout,
+        wait_for_workers=False,
+        master_listen_fd=seat.listener,
+    )
+    if seat.device == "cuda":
+        device = torch.device("cuda", seat.rank)
+        torch.cuda.set_device(device)
+        dist.init_process_group(
+            "nccl", store=store, rank=seat.rank, world_size=seat.world, timeout=timeout, device_id=device
+        )
+    else:
+        torch.set_num_threads(1)  # a forked process cannot use the threads that its parent's OpenMP had
+        dist.init_process_group("gloo", store=store, rank=seat.rank, world_size=seat.world, timeout=timeout)
+
+
+def _die_with_parent() -> None:
+    """Ask Linux to kill this process when the launching one is gone, however it went."""
+    if sys.platform == "linux":
+        set_parent_death_signal = 1
+        ctypes.CDLL(None).prctl(set_parent_death_signal, signal.SIGKILL)
+
+
+def _own_memory(args: tuple[Any, ...]) -> None:
+    """Undo the sharing of CPU tensors that were sent to a spawned process: ranks must not train one memory."""
+    for value in args:
+        if isinstance(value, torch.nn.Module):
+            for tensor in (*value.parameters(), *value.buffers()):
+                if tensor.is_shared():
+                    tensor.data = tensor.data.clone()
+
+
+def _pickled(error: BaseException, rank: int) -> bytes:
+    text = traceback.format_exc()
+    if isinstance(error, RankFault):
+        error.traceback_text = error.traceback_text or text
+        error.rank = rank if error.rank is None else error.rank
+    if not isinstance(error, AutoplanError):
+        error = RankFault(
+            f"rank {rank} raised {type(error).__name__}: {error}", rank=rank, traceback_text=text, action="train"
+        )
+    return pickle.dumps(error)
+
+
+# ------------------------------------------------------------------------------------------------- in the launching process
+
+
+@dataclass(slots=True, kw_only=True)
+class _Worker:
+    rank: int
+    process: Any
+    connection: Connection
+    result: Any = None
+    done: bool = False
+
+
+def _collect(workers: list[_Worker], deadline_s: float | None) -> list[Any]:
+    end = time.monotonic() + deadline_s if deadline_s else None
+    failures: list[AutoplanError] = []
+    while any(not worker.done for worker in workers):
+        if failures and end is not None and time.monotonic() >= end:
+            break
+        _take_reports(workers, failures, end)
+        if failures and (end is None or end > time.monotonic() + GRACE_S):
+            end = time.monotonic() + GRACE_S
+        if not failures and end is not None and time.monotonic() >= end:
+            busy = ", ".join(str(w.rank) for w in workers if not w.done)
+            raise RankFault(
+                f"the run took longer than its deadline of {deadline_s:g} s; ranks not done: {busy}",
+                attempt="a larger deadline_s, or look for a rank that waits for itself",
+            )
+    if failures:
+        raise _first_cause(failures)
+    return [worker.result for worker in workers]
+
+
+def _take_reports(workers: list[_Worker], failures: list[AutoplanError], end: float | None) -> None:
+    """Wait for the next reports, or the end of the patience, and note them."""
+    busy = {worker.connection: worker for worker in workers if not worker.done}
+    patience = None if end is None else max(0.0, end - time.monotonic())
+    sentinels = {worker.process.sentinel: worker for worker in busy.values()}
+    ready = multiprocessing.connection.wait([*busy, *sentinels], timeout=patience)
+    for worker in {id(w): w for w in (busy.get(r) or sentinels[r] for r in ready)}.values():  # type: ignore[call-overload,index]
+        worker.done = True
+        try:
+            kind, content = worker.connection.recv() if worker.connection.poll() else ("lost", b"")
+        except EOFError:
+            kind, content = "lost", b""
+        if kind == "result":
+            worker.result = pickle.loads(content)
+        elif kind == "error":
+            failures.append(pickle.loads(content))
+        else:
+            failures.append(_lost(worker))
+
+
+def _lost(worker: _Worker) -> RankFault:
+    worker.process.join(LEAVE_S)
+    code = worker.process.exitcode
+    how = (
+        f"was killed by {signal.Signals(-code).name}"
+        if code is not None and code < 0
+        else f"left with exit code {code}"
+    )
+    return RankFault(
+        f"rank {worker.rank} {how} and said nothing",
+        rank=worker.rank,
+        action="lost",
+        attempt="out of memory? see the system's log (dmesg)",
+    )
+
+
+def _first_cause(failures: list[AutoplanError]) -> AutoplanError:
+    """The failure that the others echo: a lost rank, else the first that does not blame a peer, else the first."""
+    lost = [f for f in failures if isinstance(f, RankFault) and f.action == "lost"]
+    own = [f for f in failures if not is_peer_failure(f)]
+    return (lost or own or failures)[0]
+
+
+def _stop(workers: list[_Worker]) -> None:
+    for worker in workers:
+        if worker.process.is_alive() and not worker.done:
+            worker.process.terminate()
+    end = time.monotonic() + LEAVE_S
+    for worker in workers:
+        worker.process.join(max(0.0, end - time.monotonic()))
+        if worker.process.is_alive():
+            worker.process.kill()
+            worker.process.join()
+        worker.connection.close()
