@@ -2,5 +2,29 @@
 
 from autoplan.layers.build import build_layers
 from autoplan.layers.facts import Facts, gather_facts
+from autoplan.layers.types import (
+    Attention,
+    Collective,
+    Edge,
+    Gemm,
+    Layer,
+    LayerGraph,
+    LayerKind,
+    Operator,
+    Parameter,
+)
 
-__all__ = ["Facts", "build_layers", "gather_facts"]
+__all__ = [
+    "Attention",
+    "Collective",
+    "Edge",
+    "Facts",
+    "Gemm",
+    "Layer",
+    "LayerGraph",
+    "LayerKind",
+    "Operator",
+    "Parameter",
+    "build_layers",
+    "gather_facts",
+]

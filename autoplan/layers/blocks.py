@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections import defaultdict
 from collections.abc import Mapping
@@ -97,7 +98,7 @@ def _is_stage(facts: Facts, nodes: list[Node], children: Mapping[Node, tuple[str
         for earlier in facts.before[node]
         if earlier in children
     }
-    return all(pair in follows for pair in zip(order, order[1:], strict=False))
+    return all(pair in follows for pair in itertools.pairwise(order))
 
 
 def _join_small_parts(facts: Facts, chosen: Mapping[Node, tuple[str, str]]) -> dict[Node, str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 
 from torch import Tensor
@@ -55,7 +56,7 @@ def cut_into_chunks(facts: Facts, nodes: list[Node]) -> list[list[Node]]:
     share = sum(flops) / count if count else 0.0
     cuts: list[int] = []
     gathered = 0.0
-    for index, (node, following) in enumerate(zip(heavy, heavy[1:], strict=False)):
+    for index, (node, following) in enumerate(itertools.pairwise(heavy)):
         gathered += flops[index]
         remaining = len(heavy) - index - 1
         must_cut = count - len(cuts) - 1 >= remaining
@@ -66,7 +67,7 @@ def cut_into_chunks(facts: Facts, nodes: list[Node]) -> list[list[Node]]:
         if len(cuts) == count - 1:
             break
     bounds = [0, *cuts, len(nodes)]
-    return [nodes[start:end] for start, end in zip(bounds, bounds[1:], strict=False) if start < end]
+    return [nodes[start:end] for start, end in itertools.pairwise(bounds) if start < end]
 
 
 def _crossing_bytes(facts: Facts, nodes: list[Node]) -> list[float]:

@@ -12,7 +12,6 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.fx import GraphModule, Node
 
@@ -153,9 +152,8 @@ def _travelling(
     while True:
         for node in nodes:
             changes_state = any(written.op != "call_function" for written in writes.get(node, ()))
-            if changes_state or node in roots or _draws(node):
-                found.add(node)
-            elif any(earlier in found or earlier in parameters for earlier in before[node]):
+            depends = any(earlier in found or earlier in parameters for earlier in before[node])
+            if changes_state or depends or node in roots or _draws(node):
                 found.add(node)
         # What a travelling operator writes into cannot be recomputed elsewhere.
         grown = {written for node in found for written in writes.get(node, ()) if written.op == "call_function"}
@@ -178,24 +176,14 @@ def _differentiable(nodes: tuple[Node, ...], parameters: Mapping[Node, nn.Parame
     for node in nodes:
         if operator_name(node.target) in CUTS_GRADIENT or _without_gradient(node):
             continue
-        values = list(tensors(node.meta.get("val")))
-        floating = any(value.dtype.is_floating_point or value.dtype.is_complex for value in values)
+        made = [value.dtype for value in tensors(node.meta.get("val"))]
+        floating = any(dtype.is_floating_point or dtype.is_complex for dtype in made)
         if floating and any(source in found for source in node.all_input_nodes):
             found.add(node)
-        elif not floating and any(source in found for source in node.all_input_nodes) and _writes_floating(node):
-            found.add(node)
     return found
-
-
-def _writes_floating(node: Node) -> bool:
-    return any(value.meta["val"].dtype.is_floating_point for value in _written(node) if "val" in value.meta)
 
 
 def _without_gradient(node: Node) -> bool:
     """A block that the user ran under torch.no_grad()."""
     is_no_grad = getattr(node.target, "__name__", "") == "wrap_with_set_grad_enabled"
     return is_no_grad and node.args[0] is False
-
-
-def is_parameter_free(tensor: Tensor) -> bool:
-    return not isinstance(tensor, torch.nn.Parameter)

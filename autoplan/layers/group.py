@@ -214,7 +214,7 @@ def _with_prologue(
         if node in layer_of:
             continue
         first = min((layer_of[later] for later in facts.after.get(node, ())), default=None)
-        own = by_path.get(blocks.get(node, ""), None)
+        own = by_path.get(blocks.get(node, ""))
         if own is not None:
             layer_of[node] = own if first is None else min(own, first)
         elif first is None:

@@ -48,8 +48,8 @@ class Sample:
 class Run:
     """A layer's samples in graph order.
 
-    ``owner[i]``: of the storage of node i's value: the index of the node that made it, or -1 - j for boundary input j, or
-    None (parameter, number). ``storage_bytes[i]`` is that storage's size, ``is_saved[i]`` whether it is counted.
+    ``owner[i]``: who made the storage of node i's value: a node's index, -1 - j for boundary input j, or None (a
+    parameter, a number). ``storage_bytes[i]`` is that storage's size, ``is_saved[i]`` whether it is counted.
     ``saved_inputs``: indices of the boundary inputs whose storage the backward keeps.
     """
 
@@ -135,8 +135,8 @@ class _Runner:
 
     def result(self, samples: tuple[Sample, ...], nodes: Sequence[Node]) -> Run:
         memory = self._memory
-        for storage, size in memory.saved.items():
-            maker = memory.made_by[storage]
+        for key, size in memory.saved.items():
+            maker = memory.made_by[key]
             if maker is not None and maker >= 0:
                 samples[maker].saved_bytes += size
         owner: list[int | None] = []
@@ -148,7 +148,7 @@ class _Runner:
             owner.append(memory.made_by[storage._cdata] if storage is not None else None)
             sizes.append(float(storage.nbytes()) if storage is not None else 0.0)
             saved.append(storage is not None and storage._cdata in memory.saved)
-        makers = {memory.made_by[storage] for storage in memory.saved}
+        makers = {memory.made_by[key] for key in memory.saved}
         return Run(
             samples=samples,
             owner=tuple(owner),
@@ -303,8 +303,9 @@ class _FlashLike(torch.autograd.Function):
         *outer, heads, length, _ = query.shape
         output = query.new_empty(*outer, length, heads, value.shape[-1]).transpose(-3, -2)
         log_sum_exp = query.new_empty(*outer, heads, length, dtype=torch.float32)
-        kept = (query, key, value, output, log_sum_exp)
-        ctx.save_for_backward(*kept, *((mask,) if mask is not None else ()))
+        if mask is not None and mask.dtype == torch.bool:
+            mask = torch.empty_like(mask, dtype=query.dtype)  # the kernels add: torch turns True and False into numbers
+        ctx.save_for_backward(query, key, value, output, log_sum_exp, *((mask,) if mask is not None else ()))
         return output
 
     @staticmethod

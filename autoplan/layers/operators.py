@@ -46,31 +46,37 @@ _TABLE: dict[OperatorKind, str] = {
     " as_strided sym_size sym_numel sym_stride real imag view_as_real view_as_complex T lift_fresh",
     "other": "sort topk argsort nonzero unique lstm gru rnn_tanh rnn_relu item _local_scalar_dense",
 }
+
+
+def _names(text: str) -> frozenset[str]:
+    return frozenset(text.split())
+
+
 _KINDS: dict[str, OperatorKind] = {name: kind for kind, names in _TABLE.items() for name in names.split()}
 
 # A view or a copy, as the strides have it: the run on meta decides.
-EITHER = frozenset("reshape flatten contiguous to type_as ravel squeeze_copy reshape_as float half bfloat16".split())
+EITHER = _names("reshape flatten contiguous to type_as ravel reshape_as")
 
 # The result may share its first operand's memory.
-ALIASING = frozenset(_TABLE["view"].split()) - {"sym_size", "sym_numel", "sym_stride"} | EITHER
+ALIASING = _names(_TABLE["view"]) - {"sym_size", "sym_numel", "sym_stride"} | EITHER
 
 # Nothing flows back through these, whatever their operands.
-CUTS_GRADIENT = frozenset(
+CUTS_GRADIENT = _names(
     "detach zeros_like ones_like full_like empty_like new_zeros new_ones new_full new_empty rand_like randn_like"
     " bernoulli sym_size sym_numel sym_stride argmax argmin argsort floor_divide histc bincount eq ne lt le gt ge"
     " isnan isinf isfinite logical_and logical_or logical_not item _local_scalar_dense nonzero one_hot lift_fresh_copy"
-    " bitwise_not bitwise_and bitwise_or".split()
+    " bitwise_not bitwise_and bitwise_or"
 )
 
-RANDOM = frozenset(
+RANDOM = _names(
     "rand randn randint randperm rand_like randn_like randint_like bernoulli bernoulli_ normal normal_ uniform_"
-    " multinomial rrelu poisson exponential_ fractional_max_pool2d".split()
+    " multinomial rrelu poisson exponential_ fractional_max_pool2d"
 )
 
-GEMMS = frozenset(_TABLE["gemm"].split())
-GROUPED_GEMMS = frozenset(_TABLE["grouped_gemm"].split())
-ATTENTIONS = frozenset(_TABLE["attention"].split())
-CONVOLUTIONS = frozenset(_TABLE["convolution"].split())
+GEMMS = _names(_TABLE["gemm"])
+GROUPED_GEMMS = _names(_TABLE["grouped_gemm"])
+ATTENTIONS = _names(_TABLE["attention"])
+CONVOLUTIONS = _names(_TABLE["convolution"])
 RECURRENT = frozenset(("lstm", "gru", "rnn_tanh", "rnn_relu"))
 HEAVY = GEMMS | GROUPED_GEMMS | ATTENTIONS | CONVOLUTIONS | RECURRENT
 

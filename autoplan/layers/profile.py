@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from torch.fx import Node
 
 from autoplan.layers.facts import Facts, module_stack
-from autoplan.layers.measure import Run, Sample, run_layer
+from autoplan.layers.measure import Sample, run_layer
 from autoplan.layers.operators import EITHER, dtype_name, operator_kind, operator_label, operator_name
 from autoplan.layers.types import Gemm, Operator, OperatorKind
 
@@ -43,6 +43,7 @@ def measure_kind(
 ) -> Measured:
     """Measure the layer ``nodes``. ``batched``: None for a dynamic trace, else the nodes that depend on the batch's
     tensors, and ``batch`` is the traced size."""
+    scales: Sequence[_Affine | _Divided]
     if batched is None:
         small = run_layer(facts, nodes, boundary, batch=_SMALL)
         large = run_layer(facts, nodes, boundary, batch=_LARGE)
@@ -83,7 +84,7 @@ class _Affine:
     batched: bool
 
     def one(self, small: float, large: float) -> float:
-        return 2 * small - large if _SMALL == 2 else small - (_SMALL - 1) * (large - small)
+        return small - (_SMALL - 1) * (large - small)
 
     def per_sample(self, small: float, large: float) -> float:
         return large - small if self.batched else small
