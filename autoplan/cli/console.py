@@ -40,8 +40,11 @@ def note(text: str) -> None:
 def result(*renderables: RenderableType) -> None:
     """Print tables and text as the command's result."""
     console = out()
-    for renderable in renderables:
-        console.print(renderable, markup=False)
+    with console.capture() as captured:
+        for renderable in renderables:
+            console.print(renderable, markup=False)
+    lines = captured.get().splitlines()  # tables pad their last column: of no use in a file or a diff
+    sys.stdout.write("".join(f"{line.rstrip()}\n" for line in lines))
 
 
 def result_json(data: Any) -> None:
