@@ -35,10 +35,9 @@ def run(command: str, folder: Path) -> list[str]:
     words = shlex.split(command)
     if words[0] != "autoplan":
         raise SystemExit(f"README: only autoplan's commands are run, not {command!r}")
-    code = "from autoplan.cli import main; main()"
     environment = {key: value for key, value in os.environ.items() if key not in ("COLUMNS", "FORCE_COLOR")}
     finished = subprocess.run(
-        [sys.executable, "-c", code, *words[1:]], cwd=folder, capture_output=True, text=True, env=environment
+        [sys.executable, "-m", "autoplan.cli", *words[1:]], cwd=folder, capture_output=True, text=True, env=environment
     )
     if finished.returncode not in (0, 1):
         raise SystemExit(f"README: {command!r} failed:\n{finished.stderr}")

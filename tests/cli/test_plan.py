@@ -151,7 +151,7 @@ def test_a_branch_on_data_names_the_users_line(tmp_path: Path) -> None:
     path = tmp_path / "branching.py"
     path.write_text(BRANCH)
     finished = subprocess.run(
-        [sys.executable, "-c", "from autoplan.cli import main; main()", "plan", f"{path}:build", "--gpus", "2xH100"],
+        [sys.executable, "-m", "autoplan.cli", "plan", f"{path}:build", "--gpus", "2xH100"],
         capture_output=True,
         text=True,
         timeout=120,

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-AUTOPLAN = (sys.executable, "-c", "from autoplan.cli import main; main()")
+AUTOPLAN = (sys.executable, "-m", "autoplan.cli")
 
 SCRIPT = """
 import os, pathlib, sys
