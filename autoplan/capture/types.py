@@ -29,14 +29,17 @@ class LossTerm:
     """loss = sum over terms of ``coefficient`` x term; ``node`` is the fx node of the term (a scalar).
 
     ``reduction`` "mean": node averages over ``weight``-many things, so its parts are weighted by how many each part
-    has; "sum": parts add; "constant": depends on no input (a regulariser), so every part repeats it.
+    has; "sum": parts add; "constant": depends on no input (a regulariser, or a number in the code: ``node`` is then
+    what adds it), so every part repeats it; "total": a sum of the inputs alone that the model or the loss divides by
+    (``mask.sum()``, the batch size); it is no summand itself (``coefficient`` 0), but is needed of the whole batch.
     ``weight`` says what a mean counts: "elements" of the operand, or "targets" that are not ``ignore_index``
-    (with class weights: the sum of their weights).
+    (with class weights: the sum of their weights); "node": of a total, the value of the node in each part.
+    ``coefficient``: the plain numbers that the term is multiplied by; tensors of the model among the factors count as 1.
     """
 
     node: str
-    reduction: Literal["mean", "sum", "constant"]
-    weight: Literal["elements", "targets", "none"]
+    reduction: Literal["mean", "sum", "constant", "total"]
+    weight: Literal["elements", "targets", "none", "node"]
     coefficient: float
 
 

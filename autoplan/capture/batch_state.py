@@ -1,0 +1,203 @@
+"""What a value of the graph has to do with the samples of the batch.
+
+The batch may be split when every value is one of these, from the inputs to the loss:
+
+=============  ==================================================================================================
+state          the value
+=============  ==================================================================================================
+``Free``       depends on no sample; where a dimension's size grows with the batch, its rows are all alike
+``Rows``       row i along ``dim`` depends on the one sample that owns row i
+``RowIds``     numbers of rows in a table of rows (``arange(batch)``, the permutation that ``sort`` gives)
+``Slots``      the inverse of such a permutation
+``Offsets``    how many rows each expert gets, in the order of that permutation
+``Reduced``    a linear function of sums and means over the samples: what a loss is made of
+``Total``      a function of sums over the inputs alone (counts): known for the whole batch before the model runs
+``Mixed``      anything else; the reason was recorded where it arose
+=============  ==================================================================================================
+
+Samples are counted along a dimension of size ``outer x batch x inner``: [B*T, ...] has inner T, [T*B, ...] outer T.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import SymFloat, SymInt, Tensor
+from torch.fx import GraphModule, Node
+
+from autoplan.capture.shapes import batch_symbol, size_at
+
+# A prime, so that no other size of a model is a multiple of it, and below shapes.MAX_BATCH.
+PROBE_BATCH = 1_048_573
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Straight:
+    """Rows in the order (outer, batch, inner)."""
+
+    outer: int
+    inner: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Permuted:
+    """Rows in an order that the data decides, given by the node named ``by``."""
+
+    by: str
+
+
+Order = Straight | Permuted
+
+
+@dataclass(frozen=True, slots=True)
+class Free:
+    pass
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rows:
+    """``sorted_by``: the values are the keys that the node of this name sorted, ascending."""
+
+    dim: int
+    order: Order
+    sorted_by: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RowIds:
+    dim: int
+    order: Order
+    table: Straight
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Slots:
+    dim: int
+    order: Straight
+    by: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Offsets:
+    by: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reduced:
+    """``terms``: the reductions it is made of. ``total``: made of sums of the inputs alone, so it may be a Total."""
+
+    terms: frozenset[Node]
+    total: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Total:
+    sources: frozenset[Node]
+
+
+@dataclass(frozen=True, slots=True)
+class Mixed:
+    pass
+
+
+State = Free | Rows | RowIds | Slots | Offsets | Reduced | Total | Mixed | tuple["State", ...]
+PerRow = (Rows, RowIds, Slots)
+
+
+def moved(state: State, dim: int, order: Order | None = None) -> State:
+    """The same rows along another dimension, or cut otherwise."""
+    if isinstance(state, Rows):
+        return Rows(dim=dim, order=order or state.order)
+    if isinstance(state, RowIds):
+        same = order is None or order == state.order
+        return replace(state, dim=dim) if same else Rows(dim=dim, order=order or state.order)
+    if isinstance(state, Slots):
+        return replace(state, dim=dim)
+    return state
+
+
+class Sizes:
+    """Sizes at a probe batch, where a multiple of the batch is recognised by its divisor."""
+
+    def __init__(self, graph_module: GraphModule, batch_size: int) -> None:
+        self.symbol = batch_symbol(graph_module)
+        self.dynamic = self.symbol is not None
+        self.batch = PROBE_BATCH if self.dynamic else batch_size
+        self._cache: dict[Any, int] = {}
+
+    def value(self, size: int | SymInt | Node) -> int:
+        number = size.meta["val"] if isinstance(size, Node) else size
+        if not isinstance(number, SymInt):
+            return int(number)
+        key = number.node.expr
+        if key not in self._cache:
+            self._cache[key] = size_at(number, self.batch)
+        return self._cache[key]
+
+    def shape(self, value: Node | Tensor) -> tuple[int, ...]:
+        tensor = value.meta["val"] if isinstance(value, Node) else value
+        return tuple(self.value(size) for size in tensor.shape)
+
+    def scales(self, size: int) -> bool:
+        """Whether an evaluated size grows with the batch; never known of a static graph."""
+        return self.dynamic and size > 0 and size % self.batch == 0
+
+
+def is_symbolic(value: Any) -> bool:
+    return isinstance(value, (SymInt, SymFloat)) and not value.node.expr.is_number
+
+
+def operator_name(node: Node) -> str:
+    """``aten::add`` of ``aten.add_.Tensor``: namespace and name, overload and in-place mark aside."""
+    target = node.target
+    if isinstance(target, torch._ops.OpOverload):
+        name = target._schema.name
+        return name if name.endswith("__") else name.rstrip("_")
+    return f"python::{getattr(target, '__name__', str(target))}"
+
+
+def short_name(node: Node) -> str:
+    """``add`` of ``aten.add_.Tensor``."""
+    return operator_name(node).split("::")[1] if node.op == "call_function" else node.op
+
+
+def bound(node: Node) -> dict[str, Any]:
+    """Arguments by the names of the operator's schema, defaults filled in."""
+    if not isinstance(node.target, torch._ops.OpOverload):
+        return {str(index): argument for index, argument in enumerate(node.args)} | dict(node.kwargs)
+    arguments = {}
+    for index, parameter in enumerate(node.target._schema.arguments):
+        if index < len(node.args):
+            arguments[parameter.name] = node.args[index]
+        elif parameter.name in node.kwargs:
+            arguments[parameter.name] = node.kwargs[parameter.name]
+        elif parameter.has_default_value():
+            arguments[parameter.name] = parameter.default_value
+    return arguments
+
+
+def where(node: Node) -> str:
+    """``file:line`` of the user's code: the last frame of the node's stack trace outside torch."""
+    torch_home = str(torch.__path__[0])
+    found = ""
+    for line in (node.meta.get("stack_trace") or "").splitlines():
+        line = line.strip()
+        if line.startswith('File "') and not line.startswith(f'File "{torch_home}'):
+            path, _, rest = line[6:].partition('", line ')
+            found = f"{path}:{rest.partition(',')[0]}"
+    return found or f"node {node.name}"
+
+
+def tensors(arguments: Iterable[Any]) -> list[Node]:
+    """The nodes with tensor values among arguments, lists opened."""
+    found: list[Node] = []
+    for argument in arguments:
+        if isinstance(argument, Node):
+            if isinstance(argument.meta.get("val"), (Tensor, tuple, list)):
+                found.append(argument)
+        elif isinstance(argument, (list, tuple)):
+            found.extend(tensors(argument))
+    return found
