@@ -108,6 +108,8 @@ def _forward_s(op: Operator, device: Device, micro_batch: int, software: Softwar
         )
     if op.gemm is not None:
         arithmetic = gemm_time_s(op.gemm, device, dtype=op.dtype, samples=samples)
+        casts = _memory_s(_cast_bytes(op, samples) * software.element_wise_traffic, device)
+        return max(arithmetic, _memory_s(moved, device)) + casts + software.gap_s
     elif op.kind in ("gemm", "grouped_gemm", "convolution", "attention"):
         arithmetic = op.flops * samples / (device.flops(short_dtype(op.dtype)) * device.gemm_efficiency)
     elif op.flops:
@@ -129,7 +131,8 @@ def _backward_s(op: Operator, device: Device, micro_batch: int, software: Softwa
         both = gemm_time_s(op.gemm, device, dtype=op.dtype, samples=samples, product="input") + gemm_time_s(
             op.gemm, device, dtype=op.dtype, samples=samples, product="weight"
         )
-        return max(both * needed / 2, memory) + software.gap_s * max(needed, 1.0)
+        casts = _memory_s(_cast_bytes(op, samples) * software.element_wise_traffic, device)
+        return max(both * needed / 2, memory) + casts + software.gap_s * max(needed, 1.0)
     arithmetic = 0.0
     if op.kind in ("gemm", "grouped_gemm", "convolution", "attention"):
         arithmetic = op.backward_flops * samples / (device.flops(short_dtype(op.dtype)) * device.gemm_efficiency)
@@ -150,6 +153,14 @@ def _backward_bytes(op: Operator, samples: int) -> float:
     if op.kind == "embedding":
         return 3 * op.written_bytes * samples + op.parameter_bytes
     return (op.written_bytes + 2 * op.read_bytes) * samples + 2 * op.parameter_bytes
+
+
+def _cast_bytes(op: Operator, samples: int) -> float:
+    """Quantising one operand of an 8-bit or 4-bit product: read for the scale, read again, written twice (as it is and
+    transposed, for the backward). The operand's 16-bit bytes are about those that the operator reads."""
+    if short_dtype(op.dtype) not in ("fp8", "fp4"):
+        return 0.0
+    return 3.0 * (op.read_bytes * samples + op.parameter_bytes)
 
 
 def _traffic(op: Operator, software: Software) -> float:

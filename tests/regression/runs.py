@@ -1,0 +1,223 @@
+"""Published runs as data, and what the cost models say of each.
+
+``data/measurements.csv`` holds the dense runs of five sources that state micro-batch, degrees and step time, with the
+place where each was read. Left out: rows whose source or transcription is marked suspect, mixtures of experts, context
+parallelism, and torchtitan's row-wise fp8 (its authors flag that baseline as slow). ``layer_times.csv`` and
+``analytic_memory.csv`` are Korthikanti et al. 2022's tables.
+"""
+
+from __future__ import annotations
+
+import csv
+import dataclasses
+from dataclasses import dataclass
+from pathlib import Path
+
+from autoplan import schedules
+from autoplan.cluster import Cluster
+from autoplan.cost_models.communication import Group, all_reduce_s, boundary_send_s, tensor_time
+from autoplan.cost_models.compute import OperatorTime, layer_time, operator_time, optimizer_step_s, recompute_s
+from autoplan.cost_models.data_parallel import DataParallelTime, data_parallel_time
+from autoplan.cost_models.memory import count_elements, recipe
+from autoplan.cost_models.schedule import simulate
+from autoplan.cost_models.software import COMPILED, EAGER, EAGER_FLASH_1, Software
+from autoplan.layers.types import LayerKind
+from autoplan.plan import Strategy
+from tests.regression.transformer import Shape, block, embedding, head
+
+DATA = Path(__file__).parent / "data"
+FSDP = ("llm_foundry", "torchtitan")  # these overlap the data axis with compute; Megatron of 2021 and 2022 does not
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Run:
+    """One row of ``data/measurements.csv``."""
+
+    id: str
+    source: str
+    cluster: Cluster
+    shape: Shape
+    strategy: Strategy
+    virtual: int
+    recompute: str
+    software: Software
+    gradient_bytes: float  # of one element on the wire
+    peak_memory_gb: float | None
+    step_time_s: float
+
+
+def read_rows(name: str) -> list[dict[str, str]]:
+    with (DATA / f"{name}.csv").open(newline="", encoding="utf-8") as file:
+        return list(csv.DictReader(file))
+
+
+def read_runs() -> list[Run]:
+    """All runs that say enough."""
+    return [_run(row) for row in read_rows("measurements")]
+
+
+def _run(row: dict[str, str]) -> Run:
+    def count(key: str, default: int = 1) -> int:
+        return int(row[key]) if row[key] else default
+
+    notes = row["notes"].lower()
+    strategy = Strategy(
+        data=count("dp"),
+        tensor=count("tp"),
+        pipeline=count("pp"),
+        zero_stage=count("zero_stage", 0),
+        micro_batch_size=count("micro_batch"),
+        micro_batches=count("global_batch") // (count("dp") * count("micro_batch")),
+        sequence_parallel=row["sequence_parallel"] == "1",
+    )
+    fsdp = row["source"] in FSDP
+    shape = Shape(
+        **{key: count(key) for key in ("layers", "hidden", "ffn", "heads", "vocab", "seq")},
+        kv_heads=count("kv_heads", count("heads")),
+        head_dim=count("head_dim", 0),
+        family=row["family"],
+        flash=fsdp,
+        dropout=not fsdp,
+        tensor=strategy.tensor,
+        sequence_parallel=strategy.sequence_parallel,
+        dtype=row["precision"],
+    )
+    # The same paper measures two systems: its own and DeepSpeed's ZeRO-3 of 2021, which overlapped little.
+    zero_of_2021 = row["source"] == "narayanan2021" and strategy.zero_stage == 3
+    return Run(
+        id=row["id"],
+        source="narayanan2021, ZeRO-3" if zero_of_2021 else row["source"],
+        cluster=_cluster(row),
+        shape=shape,
+        strategy=strategy,
+        virtual=count("vpp"),
+        recompute=_policy(row),
+        software=_software(row),
+        gradient_bytes=2.0 if "mp=pure" in notes or not fsdp else 4.0,
+        step_time_s=float(row["step_time_s"]),
+        peak_memory_gb=float(row["peak_mem_gb"]) if row["peak_mem_gb"] else None,
+    )
+
+
+def _software(row: dict[str, str]) -> Software:
+    if row["source"] == "llm_foundry":
+        return EAGER_FLASH_1
+    return COMPILED if "compile" in row["notes"].lower() else EAGER
+
+
+def _policy(row: dict[str, str]) -> str:
+    """torchtitan's "selective": every second layer in its first releases, every second product since."""
+    if row["source"] != "torchtitan" or row["recompute"] != "selective":
+        return row["recompute"]
+    return "every second layer" if "selective layer" in row["notes"] else "every second product"
+
+
+def _cluster(row: dict[str, str]) -> Cluster:
+    gpus, per_node = int(row["gpus"]), int(row["gpus_per_node"])
+    per_node = min(gpus, per_node)
+    cluster = Cluster.parse(f"{gpus // per_node}x{per_node}x{row['gpu']}")
+    if row["inter_gbps_per_gpu"]:
+        inter = dataclasses.replace(cluster.inter, bytes_per_s=float(row["inter_gbps_per_gpu"]) * 1e9 / 8)
+        cluster = dataclasses.replace(cluster, inter=inter)
+    return cluster
+
+
+def predict_step_s(run: Run) -> float:
+    """Seconds of one optimizer step."""
+    stages = _stages(run)
+    times = [_stage_time(run, kinds) for kinds in stages]
+    shares = [_data_time(run, kinds, time) for kinds, time in zip(stages, times, strict=True)]
+    tails = [share.step_s + _optimizer_s(run, kinds) for share, kinds in zip(shares, stages, strict=True)]
+    pipeline = run.strategy.pipeline
+    width = run.strategy.data * run.strategy.tensor
+    row = 2.0 * run.strategy.micro_batch_size * run.shape.seq * run.shape.hidden / run.shape.spread
+    sends = [boundary_send_s(run.cluster, row, stage=s, distance=width) for s in range(pipeline - 1)]
+    if run.virtual > 1:
+        return _interleaved_s(run, times, sends) + max(tails)
+    timeline = simulate(
+        schedules.all_actions("1f1b", stages=pipeline, micro_batches=run.strategy.micro_batches),
+        forward_s=[t.forward_s + s.forward_s for t, s in zip(times, shares, strict=True)],
+        backward_s=[t.backward_s + s.backward_s for t, s in zip(times, shares, strict=True)],
+        send_s=sends,
+        tail_s=tails,
+    )
+    return timeline.step_s
+
+
+def _interleaved_s(run: Run, times: list[OperatorTime], sends: list[float]) -> float:
+    """Narayanan et al. 2021, section 2.2: v chunks a stage divide the bubble by v and multiply the sends; one send
+    each way of each chunk can't hide behind the chunk before it."""
+    totals = [t.total_s for t in times]
+    m, v = run.strategy.micro_batches, run.virtual
+    exposed = 2 * max(sends) * m * v if sends else 0.0
+    return m * max(totals) + (sum(totals) - max(totals)) / v + exposed
+
+
+def _stages(run: Run) -> list[list[LayerKind]]:
+    """The layers of each stage: blocks as even as they go, the embedding first and the head last."""
+    pipeline, layers = run.strategy.pipeline, run.shape.layers
+    middle = block(run.shape)
+    # What does not divide is left to the middle stages: embedding and head weigh on the outer ones.
+    counts = [layers // pipeline] * pipeline
+    for extra in range(layers % pipeline):
+        counts[(extra + 1) % pipeline] += 1
+    stages = [[middle] * n for n in counts]
+    stages[0].insert(0, embedding(run.shape))
+    stages[-1].append(head(run.shape))
+    return stages
+
+
+def _stage_time(run: Run, kinds: list[LayerKind]) -> OperatorTime:
+    samples = run.strategy.micro_batch_size
+    device = run.cluster.device
+    total = OperatorTime()
+    priced: dict[int, OperatorTime] = {}
+    for kind in kinds:
+        if id(kind) not in priced:
+            compute = layer_time(kind, device, micro_batch=samples, software=run.software)
+            tensor = tensor_time(kind, run.cluster, degree=run.strategy.tensor, micro_batch=samples)
+            policy = run.recompute if kind.collectives or len(kind.operators) > 5 else "none"
+            again = _again_s(run, kind, policy)
+            again += tensor.forward_s if policy == "full" else 0.0
+            priced[id(kind)] = compute + tensor + OperatorTime(backward_s=again)
+        total += priced[id(kind)]
+    return total
+
+
+def _again_s(run: Run, kind: LayerKind, policy: str) -> float:
+    """Seconds of recompute in one backward of a layer."""
+    device, samples = run.cluster.device, run.strategy.micro_batch_size
+    if not policy.startswith("every second"):
+        return recompute_s(kind, device, micro_batch=samples, policy=policy, software=run.software)
+    if policy == "every second layer":
+        return recompute_s(kind, device, micro_batch=samples, policy="full", software=run.software) / 2
+    seconds = 0.0
+    for op in kind.operators:
+        share = {"gemm": 0.5, "attention": 0.0}.get(op.kind, 1.0)
+        seconds += share * operator_time(op, device, micro_batch=samples, software=run.software).forward_s
+    return seconds
+
+
+def _data_time(run: Run, kinds: list[LayerKind], time: OperatorTime) -> DataParallelTime:
+    elements = count_elements(kinds).total
+    overlaps = run.source in FSDP
+    return data_parallel_time(
+        run.cluster,
+        strategy=run.strategy,
+        weight_bytes=2.0 * elements,
+        gradient_bytes=run.gradient_bytes * elements,
+        layers=len(kinds),
+        forward_s=time.forward_s if overlaps else 0.0,
+        backward_s=time.backward_s if overlaps else 0.0,
+    )
+
+
+def _optimizer_s(run: Run, kinds: list[LayerKind]) -> float:
+    elements = count_elements(kinds).total / (run.strategy.data if run.strategy.zero_stage else 1)
+    step = optimizer_step_s(elements, run.cluster.device, bytes_per_element=recipe("bf16").step_bytes)
+    if run.strategy.pipeline == 1 or run.shape.family == "llama":
+        return step
+    # The tied embedding's gradient is summed between the first and the last stage.
+    table = 2.0 * run.shape.vocab * run.shape.hidden / run.strategy.tensor
+    distance = (run.strategy.pipeline - 1) * run.strategy.data * run.strategy.tensor
+    return step + all_reduce_s(run.cluster, Group(size=2, stride=distance), table)
