@@ -89,26 +89,41 @@ def _children(
 
 
 def _is_stage(facts: Facts, nodes: list[Node], children: Mapping[Node, tuple[str, str]]) -> bool:
-    if len(children) < _COVERED * len(nodes) or len({kind for _, kind in children.values()}) != 1:
+    """Whether most of ``nodes`` is a chain of children of one class, and no value goes around that chain."""
+    families: dict[str, list[Node]] = defaultdict(list)
+    for node, (path, _) in children.items():
+        families[_siblings(path)].append(node)
+    chain = {node: children[node] for node in max(families.values(), key=len, default=[])}
+    if len(chain) < _COVERED * len(nodes) or len({kind for _, kind in chain.values()}) != 1:
         return False
-    order = list(dict.fromkeys(children.values()))
+    order = list(dict.fromkeys(chain.values()))
     follows = {
-        (children[earlier], child)
-        for node, child in children.items()
-        for earlier in facts.before[node]
-        if earlier in children
+        (chain[earlier], child) for node, child in chain.items() for earlier in facts.before[node] if earlier in chain
     }
-    return all(pair in follows for pair in itertools.pairwise(order))
+    return all(pair in follows for pair in itertools.pairwise(order)) and not _is_bypassed(facts, nodes, set(chain))
+
+
+def _is_bypassed(facts: Facts, nodes: list[Node], chain: set[Node]) -> bool:
+    """Whether a node after the chain also reads what is before it: a shortcut, so the module is one block."""
+    after = set(chain)
+    for node in nodes:
+        if node not in chain:
+            read = [earlier for earlier in facts.before[node] if earlier in facts.travelling]
+            if any(earlier in after for earlier in read):
+                after.add(node)
+                if not all(earlier in after for earlier in read):
+                    return True
+    return False
 
 
 def _join_small_parts(facts: Facts, chosen: Mapping[Node, tuple[str, str]]) -> dict[Node, str]:
-    """Merge torch.nn modules without a weight matrix into the torch.nn module before them; loosen the others."""
+    """Modules without a weight matrix join the torch.nn module before them; else what reads them."""
     with_matrix = {chosen[node][0] for node in chosen if facts.has_matrix(node)}
     joined: dict[str, str | None] = {}
     leader: dict[str, str] = {}
     for path, kind in dict.fromkeys(chosen[node] for node in facts.nodes if node in chosen):
         family = _siblings(path)
-        if _is_leaf(kind) and path not in with_matrix:
+        if path not in with_matrix:
             joined[path] = leader.get(family)
             continue
         joined[path] = path

@@ -213,16 +213,15 @@ def _with_prologue(
     for node in reversed(facts.nodes):
         if node in layer_of:
             continue
-        first = min((layer_of[later] for later in facts.after.get(node, ())), default=None)
+        readers = {layer_of[later] for later in facts.after.get(node, ())}
         own = by_path.get(blocks.get(node, ""))
-        if own is not None:
-            layer_of[node] = own if first is None else min(own, first)
-        elif first is None:
-            layer_of[node] = 0
-        else:
-            # Kept out of the block: else the first of equal blocks would differ from the rest.
-            is_shared_table = first > 0 and free_before[first - 1] and not free_before[first]
-            layer_of[node] = first - 1 if is_shared_table else first
+        if own is not None and readers <= {own}:
+            layer_of[node] = own
+            continue
+        first = min(readers, default=0)
+        # A table that many blocks share is kept out of the first: else it would differ from its equals.
+        is_beside_block = first > 0 and free_before[first - 1] and not free_before[first]
+        layer_of[node] = first - 1 if is_beside_block else first
     nodes_of: dict[int, list[Node]] = defaultdict(list)
     for node in facts.nodes:
         nodes_of[layer_of[node]].append(node)

@@ -6,7 +6,7 @@ buffers are not its to count (an input that is saved is reported, and counted wh
 
 Three operators run as a GPU's kernels do, not as the meta decomposition would: attention keeps query, key, value,
 output and a float32 log-sum-exp a row (FlashAttention-2, Dao 2023, algorithm 1; the memory-efficient kernel the same),
-and returns the layout [*, T, H, D] transposed, as those kernels do; dropout keeps one byte an element; rms_norm
+and returns a tensor laid out as the query is, as those kernels do; dropout keeps one byte an element; rms_norm
 keeps its input and one number a row.
 """
 
@@ -189,7 +189,8 @@ class _Runner:
             sizes = [size_at(size, self._batch) for size in value.shape]
             strides = [size_at(stride, self._batch) for stride in value.stride()]
             made = torch.empty_strided(sizes, strides, dtype=value.dtype, device="meta")
-            return made.requires_grad_(wants_gradient and (made.is_floating_point() or made.is_complex()))
+            differentiable = wants_gradient and (made.is_floating_point() or made.is_complex())
+            return _Given.apply(made.new_empty(0, requires_grad=True), made) if differentiable else made
         if isinstance(value, (tuple, list)):
             return type(value)(self._imitate(item, wants_gradient=wants_gradient) for item in value)
         if isinstance(value, torch.SymInt):
@@ -208,10 +209,7 @@ class _Runner:
             for source in node.all_input_nodes:
                 for tensor in tensors(self._values.get(source)):
                     pack(tensor)
-        value = self._imitate(node.meta.get("val"), wants_gradient=False)
-        for tensor in tensors(value):
-            tensor.requires_grad_(wants and tensor.is_floating_point())
-        return value
+        return self._imitate(node.meta.get("val"), wants_gradient=wants)
 
     # ------------------------------------------------------------------------------------------ samples
 
@@ -295,14 +293,27 @@ def _in_schema_order(node: Node, arguments: Sequence[Any], keywords: Mapping[str
 # ---------------------------------------------------------------------------------------------- kernels
 
 
+class _Given(torch.autograd.Function):
+    """A tensor that came from elsewhere: no leaf (operators may work on it in place), a view of nothing."""
+
+    @staticmethod
+    def forward(ctx: Any, anchor: Tensor, value: Tensor) -> Tensor:
+        return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=value.device)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        raise NotImplementedError("runs on meta only to see what is kept")
+
+
 class _FlashLike(torch.autograd.Function):
     """What a flash or memory-efficient attention kernel keeps and returns."""
 
     @staticmethod
     def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
-        *outer, heads, length, _ = query.shape
-        output = query.new_empty(*outer, length, heads, value.shape[-1]).transpose(-3, -2)
-        log_sum_exp = query.new_empty(*outer, heads, length, dtype=torch.float32)
+        shape = (*query.shape[:-1], value.shape[-1])
+        order = sorted(range(query.dim()), key=query.stride, reverse=True)
+        output = torch.empty_permuted(shape, order, dtype=query.dtype, device=query.device)
+        log_sum_exp = query.new_empty(query.shape[:-1], dtype=torch.float32)
         if mask is not None and mask.dtype == torch.bool:
             mask = torch.empty_like(mask, dtype=query.dtype)  # the kernels add: torch turns True and False into numbers
         ctx.save_for_backward(query, key, value, output, log_sum_exp, *((mask,) if mask is not None else ()))
