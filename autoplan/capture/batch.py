@@ -128,6 +128,11 @@ def bind(model: nn.Module, batch: Any, loss_fn: Callable[..., Any] | None) -> Ca
     return call
 
 
+def arguments(model: nn.Module, call: Call) -> dict[str, Any]:
+    """What forward is called with, by its parameters' names."""
+    return dict(_signature(model).bind(*call.args, **call.kwargs).arguments)
+
+
 def parameter_name(model: nn.Module, position: int) -> str:
     """What forward calls its argument at ``position``."""
     named = [

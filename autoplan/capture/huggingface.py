@@ -6,8 +6,8 @@
   sequence length, so the reason falls away; without it flash kernels are ruled out and memory is quadratic. Masks that
   mean something (padding, sliding windows, position biases) stay. Only transformers' own skip is used: with no
   attention_mask, for causal and bidirectional attention.
-- The test for packed sequences (several in a row, told apart by ``position_ids``) is a mask too; it goes unless the
-  user gives ``position_ids``.
+- The test for packed sequences (several in a row, told apart by ``position_ids``) is a mask too. transformers makes it
+  only for a model without cache, and it has an effect only where the user gives ``position_ids``: there it stays.
 - Attention kernels that cannot be traced (flash_attention_*, flex_attention, paged) give way to scaled dot-product
   attention, or to "eager" where the model class says that it needs what that cannot do (soft-capping, sinks).
 - Experts as a Python loop over what each was sent branch on data ("eager"): traced as a grouped product instead.
@@ -18,7 +18,7 @@ Models without a transformers config are untouched, and transformers is not impo
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from typing import Any
 from unittest import mock
@@ -56,14 +56,18 @@ def model_name(model: nn.Module) -> str:
 
 
 @contextmanager
-def prepared(model: nn.Module, *, packed: bool, notes: list[str]) -> Iterator[None]:
-    """Trace inside this. ``packed``: the batch gives position_ids, so sequences may be packed."""
+def prepared(model: nn.Module, arguments: Mapping[str, Any], notes: list[str]) -> Iterator[None]:
+    """Trace inside this. ``arguments``: what forward is called with, by name."""
     found = configs(model)
     if not found:
         yield
         return
     from transformers import masking_utils
 
+    use_cache = arguments.get("use_cache")
+    if use_cache is None:
+        use_cache = any(getattr(config, "use_cache", False) for config in found)
+    packed = arguments.get("position_ids") is not None and not use_cache
     with ExitStack() as stack:
         for config in found:
             _set(stack, config, "use_cache", False)
