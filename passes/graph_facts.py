@@ -18,6 +18,7 @@ from torch import SymInt, Tensor, fx, nn
 from torch._ops import OpOverload
 from torch.fx import GraphModule, Node
 
+from autoplan.capture.errors import node_line
 from autoplan.capture.shapes import is_data_dependent, size_at
 from autoplan.errors import AutoplanError
 
@@ -36,19 +37,6 @@ _ONLY_VIEWS = {aten.detach_.default}
 _MAY_RETURN_INPUT = {aten.dropout.default, aten.feature_dropout.default, aten.alpha_dropout.default}
 
 
-def location(node: Node) -> str:
-    """The user's line behind a node: ``file:line: code``; the node's name where the trace kept none."""
-    frame, code = "", ""
-    lines = str(node.meta.get("stack_trace") or "").splitlines()
-    for line, following in zip(lines, [*lines[1:], ""], strict=True):
-        if line.strip().startswith("File "):
-            frame, code = line.strip(), following.strip()
-    if not frame:
-        return f"graph node `{node.name}`"
-    path, _, rest = frame.removeprefix('File "').partition('", line ')
-    return f"{path}:{rest.split(',')[0]}: {code}" if code else f"{path}:{rest.split(',')[0]}"
-
-
 def copy_graph(graph_module: GraphModule) -> fx.Graph:
     """The graph alone, metadata kept, so that a pass may change it; parameters are not copied."""
     graph = fx.Graph()
@@ -65,7 +53,7 @@ def affine_shape(tensor: Tensor, batch: object, node: Node) -> tuple[tuple[int, 
         if found is None:
             raise AutoplanError(
                 f"`{node.name}` would be sent between stages and has the size {size}, which is not a x batch + b",
-                where=location(node),
+                where=node_line(node),
                 legal="shapes that follow from the batch size",
                 attempt="force pipeline=1",
             )

@@ -24,9 +24,10 @@ import torch
 from torch import Tensor, fx, nn
 from torch.fx import GraphModule, Node
 
+from autoplan.capture.errors import node_line
 from autoplan.capture.shapes import batch_symbol
 from autoplan.errors import AutoplanError
-from autoplan.passes.graph_facts import GraphFacts, affine_shape, copy_graph, location, sizes_from_batch
+from autoplan.passes.graph_facts import GraphFacts, affine_shape, copy_graph, sizes_from_batch
 
 NAME = "split_stages"
 
@@ -147,7 +148,7 @@ class _Cut:
                     raise AutoplanError(
                         f"`{source.name}` is computed in stage {self.stage[source]} and read by `{node.name}` in the "
                         f"earlier stage {stage}",
-                        where=location(node),
+                        where=node_line(node),
                         legal="stages that follow the order in which values are computed",
                         attempt="plan again for this model",
                     )
@@ -176,7 +177,7 @@ class _Cut:
         raise AutoplanError(
             f"`{write.name}` writes in place, in stage {self.stage[write]}, onto memory that `{node.name}` reads in "
             f"stage {self.stage[node]}",
-            where=location(write),
+            where=node_line(write),
             legal="writes in place within one stage",
             attempt="make the operation out of place (x = x + y, not x += y), or force pipeline=1",
         )
@@ -228,7 +229,7 @@ def _value(cut: _Cut, node: Node, targets: tuple[int, ...], batch: object) -> Va
         raise AutoplanError(
             f"`{node.name}` ({node.target}) would cross from stage {cut.stage[node]} to stage {targets[0]}, and it is "
             "no tensor of a size known before the program runs",
-            where=location(node),
+            where=node_line(node),
             legal="tensors between stages",
             attempt="keep the Python number within one layer, or force pipeline=1",
         )

@@ -1,1 +1,7 @@
-"""To be written."""
+"""Run a plan: stage graphs, schedules and collectives on plain ``torch.distributed``."""
+
+from autoplan.runtime.faults import CheckpointError, RankFault
+from autoplan.runtime.launch import ensure_process_group, how_to_launch, launch
+from autoplan.runtime.program import Program
+
+__all__ = ["CheckpointError", "Program", "RankFault", "ensure_process_group", "how_to_launch", "launch"]

@@ -8,8 +8,8 @@ from typing import Any
 
 from torch.fx import GraphModule, Node
 
+from autoplan.capture.errors import node_line
 from autoplan.errors import AutoplanError, RuntimeFault
-from autoplan.passes.graph_facts import location
 
 _PEER_SIGNS = ("Connection closed", "Connection reset", "Broken pipe", "Timed out waiting", "recvBytes failed")
 
@@ -72,7 +72,7 @@ def action_fault(
         stage=stage,
         micro_batch=micro_batch,
         action=action,
-        where=location(node) if node is not None else "",
+        where=node_line(node) if node is not None else "",
         attempt="see the message of the rank that failed first: this one only lost its peer"
         if is_peer_failure(error)
         else "",

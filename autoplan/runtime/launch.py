@@ -43,8 +43,8 @@ _TIMEOUT_VARIABLE = "AUTOPLAN_TIMEOUT_S"
 def how_to_launch(gpus: int) -> str:
     """The ways to start ``gpus`` ranks, in words."""
     return (
-        f"torchrun --nproc-per-node {gpus} script.py; or `autoplan run script.py --gpus {gpus}`; or, from a script or a "
-        f"notebook, autoplan.launch(train, gpus={gpus})"
+        f"torchrun --nproc-per-node {gpus} script.py; or `autoplan run script.py --gpus {gpus}`; or, from a script or "
+        f"a notebook, autoplan.launch(train, gpus={gpus})"
     )
 
 
@@ -240,7 +240,7 @@ def _pickled(error: BaseException, rank: int) -> bytes:
     return pickle.dumps(error)
 
 
-# ------------------------------------------------------------------------------------------------- in the launching process
+# ------------------------------------------------------------------------------------------ in the launching process
 
 
 @dataclass(slots=True, kw_only=True)
@@ -278,7 +278,7 @@ def _take_reports(workers: list[_Worker], failures: list[AutoplanError], end: fl
     patience = None if end is None else max(0.0, end - time.monotonic())
     sentinels = {worker.process.sentinel: worker for worker in busy.values()}
     ready = multiprocessing.connection.wait([*busy, *sentinels], timeout=patience)
-    for worker in {id(w): w for w in (busy.get(r) or sentinels[r] for r in ready)}.values():  # type: ignore[call-overload,index]
+    for worker in {id(w): w for w in (busy.get(r) or sentinels[r] for r in ready)}.values():  # type: ignore[call-overload]
         worker.done = True
         try:
             kind, content = worker.connection.recv() if worker.connection.poll() else ("lost", b"")

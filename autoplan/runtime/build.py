@@ -1,0 +1,230 @@
+"""The passes in order, for a rank: captured graph -> weighted loss -> local tensors -> stages."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.fx import GraphModule
+from torch.fx.node import map_aggregate
+
+from autoplan.capture import Capture, retarget
+from autoplan.cluster import Cluster
+from autoplan.errors import StrategyError
+from autoplan.layers import LayerGraph
+from autoplan.passes.split_stages import StageGraph, split_stages
+from autoplan.plan import Plan
+from autoplan.schedules import SCHEDULES
+from autoplan.sharding.placements import Placement, Replicate, take_shard
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankGraphs:
+    """All stages as the ranks of one tensor coordinate run them. ``weights`` counts the loss's weights of a part of the
+    batch, None where the batch is never split; ``placements`` of parameters over the tensor axis, by name."""
+
+    stages: tuple[StageGraph, ...]
+    weights: GraphModule | None
+    placements: dict[str, Placement]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ownership:
+    """Which stages hold which parameter. Names are the first of each tied group, in the user's order."""
+
+    canonical: dict[str, str]  # any name -> the first of its tied group
+    holders: dict[str, tuple[int, ...]]
+
+    @property
+    def tied(self) -> dict[str, tuple[int, ...]]:
+        """Parameters held by several stages."""
+        return {name: stages for name, stages in self.holders.items() if len(stages) > 1}
+
+
+def check_executable(capture: Capture, plan: Plan) -> None:
+    """Raise StrategyError for what the runtime cannot execute exactly."""
+    strategy = plan.strategy
+    for field, limit in (("virtual_stages", 1), ("context", 1), ("expert", 1)):
+        value = getattr(strategy, field)
+        if value > limit:
+            raise StrategyError(f"{field} = {value} cannot be executed yet", legal=f"{field} = {limit}")
+    if strategy.zero_stage not in (0, 1, 2):
+        raise StrategyError(
+            f"zero_stage = {strategy.zero_stage} cannot be executed: parameters stay whole on each data rank",
+            where="strategy.zero_stage",
+            legal="0, 1 or 2",
+            attempt="zero_stage=2, or more tensor or pipeline parallelism where parameters do not fit",
+        )
+    if strategy.schedule not in SCHEDULES:
+        raise StrategyError(f"schedule {strategy.schedule!r} cannot be executed", legal=", ".join(SCHEDULES))
+    for index, stage in enumerate(plan.stages):
+        policies = [policy for policy, layers in stage.recompute.items() if layers and policy != "none"]
+        if policies:
+            raise StrategyError(
+                f"stage {index} recomputes layers ({', '.join(policies)}), which cannot be executed yet",
+                legal='recompute "none"',
+                attempt='plan with strategy={"recompute": "none"}',
+            )
+    if is_split(plan) and capture.couplings:
+        first = capture.couplings[0]
+        raise StrategyError(
+            f"`{first.operator}` makes samples of a batch meet ({first.reason}), and the plan splits the batch",
+            where=first.where,
+            legal="data = 1 with one micro-batch",
+            attempt='strategy={"data": 1, "micro_batch_size": <the whole batch>}',
+        )
+
+
+def is_split(plan: Plan) -> bool:
+    """Whether a step computes the loss in several parts."""
+    return plan.strategy.data > 1 or plan.strategy.micro_batches > 1
+
+
+class Builder:
+    """Runs the passes once a tensor coordinate and keeps the results."""
+
+    def __init__(
+        self, capture: Capture, plan: Plan, layers: LayerGraph, cluster: Cluster | None, sharding: object
+    ) -> None:
+        self._capture, self._plan, self._layers = capture, plan, layers
+        self._cluster, self._sharding = cluster, sharding
+        self._built: dict[int, RankGraphs] = {}
+
+    def graphs(self, tensor_rank: int) -> RankGraphs:
+        if tensor_rank not in self._built:
+            self._built[tensor_rank] = self._build(tensor_rank)
+        return self._built[tensor_rank]
+
+    def _build(self, tensor_rank: int) -> RankGraphs:
+        from autoplan.passes.weight_loss import weight_loss
+
+        graph_module, weights = self._capture.graph_module, None
+        if is_split(self._plan):
+            weighted = weight_loss(self._capture)
+            graph_module, weights = weighted.graph_module, weighted.weights
+        placements: dict[str, Placement] = {}
+        if self._plan.strategy.tensor > 1:
+            graph_module, placements = self._shard(graph_module, tensor_rank)
+        stages = split_stages(graph_module, stage_of_node(self._plan, self._layers))
+        if len(stages) != self._plan.strategy.pipeline:
+            raise StrategyError(
+                f"the plan has {self._plan.strategy.pipeline} stages and the graph was cut into {len(stages)}",
+                attempt="plan again for this model",
+            )
+        return RankGraphs(stages=stages, weights=weights, placements=placements)
+
+    def _shard(self, graph_module: GraphModule, tensor_rank: int) -> tuple[GraphModule, dict[str, Placement]]:
+        from autoplan.passes.shard_tensors import shard_tensors
+
+        sharded = shard_tensors(graph_module, self._whole_sharding(), rank=tensor_rank)
+        return sharded.graph_module, dict(sharded.parameters)
+
+    def _whole_sharding(self) -> object:
+        if self._sharding is None:
+            from autoplan.sharding import shard_model
+
+            if self._cluster is None:
+                raise StrategyError("tensor parallelism needs the cluster (or a sharding) that it was planned for")
+            degree = self._plan.strategy.tensor
+            self._sharding = shard_model(self._capture, self._layers, degree=degree, cluster=self._cluster)
+        return self._sharding
+
+    def ownership(self) -> Ownership:
+        """From the stages of tensor coordinate 0: all coordinates have the same names."""
+        module = self._capture.graph_module
+        first: dict[int, str] = {}
+        canonical = {
+            name: first.setdefault(id(parameter), name)
+            for name, parameter in module.named_parameters(remove_duplicate=False)
+        }
+        holders: dict[str, set[int]] = {name: set() for name in canonical.values()}
+        for stage in self.graphs(0).stages:
+            for name in stage.parameters:
+                holders[canonical[name]].add(stage.index)
+        # A parameter that the loss does not depend on rides along in stage 0, untouched, as in the single process.
+        return Ownership(canonical=canonical, holders={n: tuple(sorted(s or {0})) for n, s in holders.items()})
+
+
+def stage_of_node(plan: Plan, layers: LayerGraph) -> dict[str, int]:
+    """The stage of each node of the layers. Raises StrategyError where the plan does not cover the layers in order."""
+    expected = 0
+    stages: dict[str, int] = {}
+    for index, stage in enumerate(plan.stages):
+        if stage.first_layer != expected or stage.last_layer < stage.first_layer:
+            raise StrategyError(
+                f"stage {index} starts at layer {stage.first_layer}, and layer {expected} is next",
+                where=f"stages.{index}",
+                legal="stages that cover the layers in order",
+                attempt="plan again for this model",
+            )
+        for layer in layers.layers[stage.first_layer : stage.last_layer + 1]:
+            stages.update(dict.fromkeys(layer.nodes, index))
+        expected = stage.last_layer + 1
+    if expected != len(layers.layers):
+        raise StrategyError(
+            f"the plan places {expected} layers and the model has {len(layers.layers)}",
+            where="stages",
+            attempt="plan again for this model",
+        )
+    return stages
+
+
+def local_parameters(
+    capture: Capture,
+    graphs: RankGraphs,
+    ownership: Ownership,
+    *,
+    stage: int,
+    tensor_rank: int,
+    degree: int,
+    device: torch.device,
+) -> dict[str, nn.Parameter]:
+    """This rank's parameters by the user's names: the user's own objects where they are whole and on ``device``."""
+    local: dict[str, nn.Parameter] = {}
+    for name, whole in capture.graph_module.named_parameters():
+        if stage not in ownership.holders[name]:
+            continue
+        placement = graphs.placements.get(name, Replicate())
+        if isinstance(placement, Replicate):
+            local[name] = whole if whole.device == device else _parameter(whole.detach().to(device), whole)
+        else:
+            shard = take_shard(whole, placement, index=tensor_rank, degree=degree)
+            local[name] = _parameter(shard.to(device), whole)
+    return local
+
+
+def _parameter(values: Tensor, whole: nn.Parameter) -> nn.Parameter:
+    return nn.Parameter(values, requires_grad=whole.requires_grad)
+
+
+def install(
+    stage: StageGraph, ownership: Ownership, parameters: dict[str, nn.Parameter], device: torch.device
+) -> StageGraph:
+    """The stage with this rank's parameters in its graph, its buffers and constants on ``device``."""
+    module = stage.graph_module
+    for name in stage.parameters:
+        _set(module, name, parameters[ownership.canonical[name]])
+    for name in stage.buffers:
+        value = module.get_buffer(name)
+        if value.device != device:
+            _set(module, name, value.to(device))
+    return dataclasses.replace(stage, graph_module=on_device(module, device))
+
+
+def on_device(module: GraphModule, device: torch.device) -> GraphModule:
+    """Let devices baked into the graph (arange, full) be ``device``; in place."""
+    if device.type != "cpu":
+        for inner in module.modules():
+            if isinstance(inner, GraphModule):
+                for node in inner.graph.nodes:
+                    node.args = map_aggregate(node.args, lambda a: device if isinstance(a, torch.device) else a)
+                    node.kwargs = map_aggregate(node.kwargs, lambda a: device if isinstance(a, torch.device) else a)
+                inner.recompile()
+    return retarget(module, device)
+
+
+def _set(module: nn.Module, name: str, value: Tensor) -> None:
+    path, _, leaf = name.rpartition(".")
+    setattr(module.get_submodule(path), leaf, value)

@@ -1,0 +1,167 @@
+"""What one rank has of a program: its groups, stage, parameters and interpreter."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx import GraphModule
+
+from autoplan.capture import Capture, gather_inputs
+from autoplan.plan import Plan
+from autoplan.runtime.batch import batch_rows, micro_batch_sizes, part, rows_of_rank, to_device
+from autoplan.runtime.build import Builder, RankGraphs, install, local_parameters, on_device
+from autoplan.runtime.collectives import AxisCommunicator, Channels, Mesh
+from autoplan.runtime.data_parallel import GradientSync, gradient_sync, norm_terms
+from autoplan.runtime.faults import RankFault, action_fault
+from autoplan.runtime.interpreter import MicroBatch, StageInterpreter
+from autoplan.runtime.state import FullTensors
+from autoplan.schedules import stage_actions
+from autoplan.sharding.placements import Placement, Replicate
+
+
+class RankPart:
+    """What one rank has of a program: its groups, stage, parameters and interpreter."""
+
+    def __init__(self, capture: Capture, plan: Plan, builder: Builder, device: torch.device) -> None:
+        self._capture, self._strategy, self._device = capture, plan.strategy, device
+        ownership = builder.ownership()
+        stages = builder.graphs(0).stages
+        self.mesh = Mesh(
+            plan.strategy,
+            edges=[(value.source, target) for s in stages for value in s.sends for target in value.destinations],
+            tied=ownership.tied.values(),
+            device=device,
+        )
+        self._ownership = ownership
+        self.sync: GradientSync | None = None
+        self.interpreter: StageInterpreter | None = None
+        self._weights: GraphModule | None = None
+        self._placements: dict[str, Placement] = {}
+        self._totals: dict[str, torch.dtype] = {}
+        graphs = builder.graphs(self.mesh.at.tensor if self.mesh.at is not None else 0)
+        buffers = self._place(graphs) if self.mesh.at is not None else {}
+        self.state = FullTensors(
+            capture,
+            ownership,
+            self.mesh,
+            sync=self.sync,
+            placements=graphs.placements,
+            buffers=buffers,
+            buffer_owner={name: s.index for s in stages for name in s.mutated_buffers},
+        )
+
+    def _place(self, graphs: RankGraphs) -> dict[str, Tensor]:
+        """Put this rank's stage together; returns its buffers by name."""
+        mesh, strategy, device = self.mesh, self._strategy, self._device
+        assert mesh.at is not None
+        self._placements = graphs.placements
+        parameters = local_parameters(
+            self._capture,
+            graphs,
+            self._ownership,
+            stage=mesh.at.pipeline,
+            tensor_rank=mesh.at.tensor,
+            degree=strategy.tensor,
+            device=device,
+        )
+        stage = install(graphs.stages[mesh.at.pipeline], self._ownership, parameters, device)
+        tied = {name: held for name, held in self._ownership.tied.items() if mesh.at.pipeline in held}
+        self.sync = gradient_sync(parameters, mesh, tied)
+        values = [value for s in graphs.stages for value in s.sends]
+        self.interpreter = StageInterpreter(
+            stage,
+            rank=mesh.rank,
+            device=device,
+            channels=Channels(mesh, values) if strategy.pipeline > 1 else None,
+            communicator=AxisCommunicator(mesh) if strategy.tensor > 1 else None,
+            before_backward=self.sync.before_backward,
+        )
+        batch_names = {spec.placeholder for spec in self._capture.inputs}
+        for node in stage.graph_module.graph.find_nodes(op="placeholder"):
+            if node.name in stage.batch_inputs and node.name not in batch_names:
+                self._totals[node.name] = node.meta["val"].dtype
+        if graphs.weights is not None and self._totals:
+            self._weights = on_device(graphs.weights, device).to(device)
+        return {name: stage.graph_module.get_buffer(name) for name in stage.buffers}
+
+    # --------------------------------------------------------------------------------------------------------- one step
+
+    def step(self, batch: Any, *, local: bool, step: int) -> float:
+        """The loss of the global batch; see :meth:`Program.step`."""
+        loss = torch.zeros((), dtype=torch.float64, device=self._device)
+        micro_batches = self._micro_batches(batch, local=local)
+        if self.interpreter is not None and self.sync is not None and self.mesh.at is not None:
+            stage = self.mesh.at.pipeline
+            try:
+                self.sync.begin_step()
+                micro_batches = self._with_totals(micro_batches)
+                actions = stage_actions(
+                    self._strategy.schedule,
+                    stage=stage,
+                    stages=self._strategy.pipeline,
+                    micro_batches=len(micro_batches),
+                )
+                contribution = self.interpreter.run(actions, micro_batches, step=step)
+                self.sync.finish_step()
+            except RankFault:
+                raise
+            except Exception as error:
+                rank = self.mesh.rank
+                raise action_fault(
+                    error, rank=rank, step=step, stage=stage, micro_batch=None, action="gradient synchronisation"
+                ) from error
+            if self.mesh.at.tensor == 0:  # the others hold the same loss
+                loss = contribution
+        return float(self.mesh.sum_over_world(loss).item())
+
+    def _micro_batches(self, batch: Any, *, local: bool) -> list[MicroBatch]:
+        tensors = {
+            s.placeholder: t for s, t in zip(self._capture.inputs, gather_inputs(self._capture, batch), strict=True)
+        }
+        total = batch_rows(self._capture, tensors)
+        rows = range(total)
+        if not local:
+            rows = rows_of_rank(total, self._strategy, self.mesh.at.data if self.mesh.at is not None else 0)
+        fixed = None if self._capture.dynamic_batch else self._capture.batch_size
+        sizes = micro_batch_sizes(len(rows), self._strategy, fixed=fixed)
+        if self.mesh.at is None:
+            return []
+        made, start = [], rows.start
+        for size in sizes:
+            mine = part(self._capture.inputs, tensors, range(start, start + size))
+            made.append(MicroBatch(samples=size, inputs=to_device(mine, self._device)))
+            start += size
+        return made
+
+    def _with_totals(self, micro_batches: list[MicroBatch]) -> list[MicroBatch]:
+        """Add what each loss term's mean divides by: its weight summed over micro-batches and data ranks."""
+        if self._weights is None:
+            return micro_batches
+        names = [spec.placeholder for spec in self._capture.inputs]
+        with torch.no_grad():
+            parts = [self._weights(*(m.inputs[name] for name in names)) for m in micro_batches]
+        weights = torch.stack([torch.stack([w.double() for w in weights]) for weights in parts]).sum(0)
+        totals = self.mesh.sum_over_data(weights)
+        by_name = {f"loss_total_{index}": total for index, total in enumerate(totals)}
+        chosen = {name: by_name[name].to(dtype) for name, dtype in self._totals.items()}
+        return [MicroBatch(samples=m.samples, inputs={**m.inputs, **chosen}) for m in micro_batches]
+
+    def gradient_norm(self, norm_type: float) -> Tensor:
+        """The norm of the whole gradient, 0-dim float64, alike on every rank."""
+        terms = torch.zeros((), dtype=torch.float64, device=self._device)
+        if self.sync is not None:
+            terms = norm_terms(self.sync, filter(self._counts, self.sync.parameters), norm_type)
+        if norm_type == float("inf"):
+            return self.mesh.max_over_world(terms)
+        return self.mesh.sum_over_world(terms) ** (1.0 / norm_type)
+
+    def _counts(self, name: str) -> bool:
+        """Whether this rank's copy (or part) of the gradient counts in the norm: once a tied group, a tensor axis, a
+        data axis."""
+        at = self.mesh.at
+        assert at is not None and self.sync is not None
+        whole = isinstance(self._placements.get(name, Replicate()), Replicate)
+        first = self._ownership.holders[name][0] == at.pipeline
+        return first and (not whole or at.tensor == 0) and self.sync.counts_here(name)
