@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import random
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 from unittest import mock
@@ -22,53 +22,56 @@ from torch import Tensor, nn
 from autoplan.capture.errors import current_line
 from autoplan.errors import CaptureError
 
-_TABLES = ("_parameters", "_buffers", "_modules")
-
 
 @contextmanager
-def untouched(model: nn.Module, notes: list[str]) -> Iterator[None]:
-    """Restore model and random states on the way out; note attributes that forward assigned."""
+def untouched(model: nn.Module) -> Iterator[Callable[[], list[str]]]:
+    """Restore model and random states on the way out. Yields what tells, while the forward is still under trace,
+    which attributes it changed: torch itself puts some of them back afterwards."""
     saved = [(path, module, _snapshot(module)) for path, module in model.named_modules()]
     states = _random_states()
+
+    def changes() -> list[str]:
+        return [
+            f"{path}.{name}" if path else name
+            for path, module, snapshot in saved
+            for name in sorted(_changed(module, snapshot))
+        ]
+
     try:
-        yield
+        yield changes
     finally:
         _restore_random_states(states)
-        for path, module, snapshot in saved:
-            changed = _restore(module, snapshot)
-            notes.extend(
-                f"forward assigns {path + '.' if path else ''}{name}: a side effect the captured program does not have"
-                for name in changed
-            )
+        for _, module, snapshot in saved:
+            _restore(module, snapshot)
 
 
 def _snapshot(module: nn.Module) -> tuple[dict[str, Any], dict[str, Any]]:
     """The attributes, and copies of those that can be changed in place."""
     attributes = dict(module.__dict__)
-    copies = {key: _copy(value) for key, value in attributes.items() if isinstance(value, (dict, list, set))}
+    copies = {key: value.copy() for key, value in attributes.items() if isinstance(value, (dict, list, set))}
     return attributes, copies
 
 
-def _copy(value: Any) -> Any:
-    return value.copy()
-
-
-def _restore(module: nn.Module, snapshot: tuple[dict[str, Any], dict[str, Any]]) -> list[str]:
-    """Put the attributes back; which of the user's own had changed."""
+def _changed(module: nn.Module, snapshot: tuple[dict[str, Any], dict[str, Any]]) -> set[str]:
+    """The user's own attributes that are not what they were; parameters and buffers are torch's business."""
     attributes, copies = snapshot
-    changed = [key for key in module.__dict__.keys() - attributes.keys()]
-    changed += [key for key, value in attributes.items() if not _equal(module.__dict__.get(key, changed), value)]
+    now = module.__dict__
+    changed = now.keys() ^ attributes.keys()
+    changed |= {key for key, value in attributes.items() if key in now and not _equal(now[key], value)}
+    changed |= {key for key, copy in copies.items() if not _same(attributes[key], copy)}
+    return {key for key in changed if not key.startswith("_")}
+
+
+def _restore(module: nn.Module, snapshot: tuple[dict[str, Any], dict[str, Any]]) -> None:
+    attributes, copies = snapshot
     for key in module.__dict__.keys() - attributes.keys():
         del module.__dict__[key]
     module.__dict__.update(attributes)
     for key, copy in copies.items():
         value = attributes[key]
         if not _same(value, copy):
-            if key not in _TABLES:
-                changed.append(key)
             value.clear()
             value.extend(copy) if isinstance(value, list) else value.update(copy)
-    return sorted({key for key in changed if not key.startswith("_")})
 
 
 def _same(value: Any, copy: Any) -> bool:

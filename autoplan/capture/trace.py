@@ -53,6 +53,7 @@ class CallAndLoss(nn.Module):
         self.example = [batch]
         self.paths = list(batches.tensors(batch))
         self.training = model.training
+        self.after_forward: list[Callable[[], None]] = []
 
     def forward(self, *tensors: Tensor) -> Tensor:
         batch = batches.replace_leaves(self.example[0], dict(zip(self.paths, tensors, strict=True)))
@@ -60,6 +61,8 @@ class CallAndLoss(nn.Module):
         output = self.model(*call.args, **call.kwargs)
         if self.loss_fn is not None:
             output = self.loss_fn(output, *call.loss_args, **(call.loss_kwargs or {}))
+        for call_back in self.after_forward:
+            call_back()
         return pick_loss(output, self.model, self.loss_fn)
 
 
@@ -78,7 +81,7 @@ def trace(
     shadow = needs_shadow(wrapper, dtype)
     inputs = _place(found.values(), model, shadow, dtype)
     with (
-        untouched(wrapper, notes),
+        untouched(wrapper) as changes,
         huggingface.prepared(model, arguments, notes),
         watched(notes) as refusals,
         _on_meta(wrapper, dtype) if shadow else contextlib.nullcontext(),
@@ -87,6 +90,7 @@ def trace(
         _silence(),
         _uncollected(),
     ):
+        wrapper.after_forward.append(lambda: notes.extend(_side_effects(changes())))
         try:
             graph_module, dynamic = _export(wrapper, inputs, size, notes)
         except CaptureError:
@@ -96,6 +100,11 @@ def trace(
                 raise refusals[0] from None
             raise trace_failure(error, model) from error
     return Traced(graph_module=graph_module, dynamic_batch=dynamic, notes=tuple(dict.fromkeys(notes)))
+
+
+def _side_effects(changed: list[str]) -> list[str]:
+    users = [name.removeprefix(MODEL_PREFIX + ".") for name in changed if "." in name]
+    return [f"forward changes self.{name}: a side effect that the captured program does not have" for name in users]
 
 
 def needs_shadow(model: nn.Module, dtype: torch.dtype | None) -> bool:
