@@ -85,6 +85,7 @@ def _common(
     """Plans how to train a PyTorch model on many GPUs, and trains it so. No GPU is needed to plan."""
     if verbose:
         os.environ[TRACEBACK_VARIABLE] = "1"
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")  # its advice is on configs that the user did not write
 
 
 application = typer.Typer(
