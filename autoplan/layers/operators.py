@@ -30,7 +30,7 @@ _TABLE: dict[OperatorKind, str] = {
     " ones_like full_like empty_like new_zeros new_ones new_full new_empty rand randn rand_like randn_like randint"
     " bernoulli tril triu floor_divide masked_fill masked_fill_ fill_ zero_ linspace eye one_hot upsample_nearest1d"
     " upsample_nearest2d upsample_nearest3d upsample_linear1d upsample_bilinear2d upsample_bicubic2d"
-    " upsample_trilinear3d",
+    " upsample_trilinear3d __and__ __or__ __xor__ __iand__ __ior__ __lshift__ __rshift__",
     "reduction": "sum mean amax amin max min argmax argmin var std var_mean std_mean cumsum cumprod norm"
     " linalg_vector_norm any all prod logsumexp diff max_pool1d max_pool2d max_pool3d avg_pool1d avg_pool2d avg_pool3d"
     " adaptive_avg_pool1d adaptive_avg_pool2d adaptive_avg_pool3d adaptive_max_pool1d adaptive_max_pool2d mse_loss"
@@ -43,7 +43,9 @@ _TABLE: dict[OperatorKind, str] = {
     " _to_copy",
     "view": "view transpose permute t numpy_T mT unsqueeze squeeze expand slice select split split_with_sizes chunk"
     " tensor_split getitem alias detach unflatten unbind narrow diagonal view_as expand_as unfold movedim swapaxes"
-    " as_strided sym_size sym_numel sym_stride real imag view_as_real view_as_complex T lift_fresh",
+    " as_strided sym_float sym_int sym_max sym_min sym_not sym_ite sym_sum sym_size sym_numel sym_stride"
+    " sym_constrain_range_for_size _assert_tensor_metadata _assert_scalar real imag view_as_real view_as_complex T"
+    " lift_fresh",
     "other": "sort topk argsort nonzero unique lstm gru rnn_tanh rnn_relu item _local_scalar_dense",
 }
 
@@ -113,6 +115,8 @@ def operator_kind(target: Any) -> OperatorKind:
     name = operator_name(target)
     if name in EITHER:
         return "view"
+    if name in ("max", "min") and target in (torch.ops.aten.max.other, torch.ops.aten.min.other):
+        return "elementwise"  # of two tensors; the other overloads reduce one
     known = _KINDS.get(name) or _KINDS.get(name.rstrip("_"))
     if known is not None:
         return known
