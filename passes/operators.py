@@ -4,7 +4,7 @@ Graphs hold only ``call_function`` nodes to the functions here, so the rewritten
 function talks to the :class:`Communicator` that the runtime installs around a stage's execution; it keeps it for the
 backward, which may run on another thread.
 
-The pairs are Megatron's f and g (Shoeybi et al. 2019, section 3) and sequence parallelism's (Korthikanti et al. 2022):
+The first two are Megatron's f and g (Shoeybi et al. 2019, section 3):
 
 ==================  ==========================  ==========================
 function            forward                     backward
@@ -13,14 +13,17 @@ copy_to_axis        identity                    all-reduce
 reduce_from_axis    all-reduce                  identity
 gather_from_axis    all-gather along ``dim``    own slice (see below)
 scatter_to_axis     own slice along ``dim``     all-gather along ``dim``
+slice_for_axis      own slice along ``dim``     own slice's gradient, zero elsewhere
 ==================  ==========================  ==========================
 
-``gather_from_axis``'s gradient is alike on all ranks when what follows is replicated, so its backward keeps the own slice.
+``gather_from_axis``'s gradient is alike on all ranks when what follows is replicated, so its backward keeps the own
+slice. ``parts`` and ``block`` are those of :class:`autoplan.sharding.Shard`: a dimension made of several runs, each of
+which is sliced by itself. Every function returns a tensor of its own, contiguous where it came from a collective.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any, Protocol
@@ -92,3 +95,146 @@ def copy_to_axis(x: Tensor, axis: str) -> Tensor:
 def reduce_from_axis(x: Tensor, axis: str) -> Tensor:
     """Sum of partial values: all-reduce forward, identity backward."""
     return _ReduceFromAxis.apply(x, axis)
+
+
+class _GatherFromAxis(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, axis: str, dim: int, parts: Sequence[int], block: int) -> Tensor:
+        communicator = _CURRENT.get()
+        ctx.layout = (communicator.rank(axis), communicator.size(axis), dim, parts, block)
+        return _join(communicator.all_gather(x.detach().contiguous(), axis), dim, parts, block)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        return _slice(gradient, *ctx.layout), None, None, None, None
+
+
+class _ScatterToAxis(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, axis: str, dim: int, parts: Sequence[int], block: int) -> Tensor:
+        ctx.communicator, ctx.layout = _CURRENT.get(), (axis, dim, parts, block)
+        return _slice(x.detach(), ctx.communicator.rank(axis), ctx.communicator.size(axis), dim, parts, block)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        axis, dim, parts, block = ctx.layout
+        return (
+            _join(ctx.communicator.all_gather(gradient.contiguous(), axis), dim, parts, block),
+            None,
+            None,
+            None,
+            None,
+        )
+
+
+def gather_from_axis(x: Tensor, axis: str, dim: int, parts: Sequence[int] = (), block: int = 0) -> Tensor:
+    """The whole of a sharded value, for replicated use: all-gather forward, own slice backward."""
+    return _GatherFromAxis.apply(x, axis, dim, tuple(parts), block)
+
+
+def scatter_to_axis(x: Tensor, axis: str, dim: int, parts: Sequence[int] = (), block: int = 0) -> Tensor:
+    """This rank's slice of a replicated value: no communication forward, all-gather backward."""
+    return _ScatterToAxis.apply(x, axis, dim, tuple(parts), block)
+
+
+def slice_for_axis(x: Tensor, axis: str, dim: int, parts: Sequence[int] = (), block: int = 0) -> Tensor:
+    """This rank's slice of a value whose gradient is summed over the axis elsewhere: no communication at all."""
+    communicator = _CURRENT.get()
+    return _slice(x, communicator.rank(axis), communicator.size(axis), dim, tuple(parts), block)
+
+
+def expand_heads_to_axis(x: Tensor, axis: str, heads: int) -> Tensor:
+    """Whole keys or values [batch, g, length, width], repeated for ``heads`` query heads, this rank's share of them.
+
+    For grouped-query attention where the ranks are more than the g groups; gradients are zero for other ranks' heads.
+    """
+    communicator = _CURRENT.get()
+    local = heads // communicator.size(axis)
+    return x.repeat_interleave(heads // x.shape[1], dim=1).narrow(1, communicator.rank(axis) * local, local)
+
+
+def vocabulary_embedding(weight: Tensor, indices: Tensor, axis: str, padding_index: int = -1) -> Tensor:
+    """Rows of a table that is split over its rows: this rank's summand, zero where another rank holds the row.
+
+    ``weight`` [rows / ranks, width], ``indices`` of any shape with global rows; ``padding_index`` gets no gradient.
+    """
+    first = _CURRENT.get().rank(axis) * weight.shape[0]
+    elsewhere = (indices < first) | (indices >= first + weight.shape[0])
+    padding = padding_index - first if first <= padding_index < first + weight.shape[0] else None
+    rows = torch.nn.functional.embedding((indices - first).masked_fill(elsewhere, 0), weight, padding)
+    return rows.masked_fill(elsewhere.unsqueeze(-1), 0.0)
+
+
+class _VocabularyCrossEntropy(torch.autograd.Function):
+    """log sum_v exp(x_v) - x_target a row, from each row's maximum and sum of exponentials over all ranks."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, logits: Tensor, target: Tensor, axis: str, reduction: int, ignore_index: int, class_dim: int
+    ) -> Tensor:
+        communicator = _CURRENT.get()
+        precise = torch.promote_types(logits.dtype, torch.float32)
+        rows = logits.detach().movedim(class_dim, -1).to(precise)
+        largest = rows.amax(-1).contiguous()
+        communicator.all_reduce(largest, axis, "max")
+        rows = rows - largest.unsqueeze(-1)
+        first = communicator.rank(axis) * rows.shape[-1]
+        mine = (target >= first) & (target < first + rows.shape[-1]) & (target != ignore_index)
+        index = (target - first).masked_fill(~mine, 0).unsqueeze(-1)
+        hit = rows.gather(-1, index).squeeze(-1).masked_fill(~mine, 0.0)
+        exponentials = rows.exp()
+        sums = torch.stack([exponentials.sum(-1), hit])
+        communicator.all_reduce(sums, axis)
+        counted = target != ignore_index
+        losses = (sums[0].log() - sums[1]).masked_fill(~counted, 0.0)
+        weight = (
+            1.0 / counted.sum().to(precise)
+            if reduction == _MEAN
+            else torch.ones((), dtype=precise, device=logits.device)
+        )
+        ctx.save_for_backward(exponentials / sums[0].unsqueeze(-1), index, mine, counted, weight)
+        ctx.class_dim, ctx.dtype = class_dim, logits.dtype
+        return (losses.sum() * weight).to(logits.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        probabilities, index, mine, counted, weight = ctx.saved_tensors
+        down = probabilities.scatter_add(-1, index, -mine.to(probabilities.dtype).unsqueeze(-1))
+        down = down * (counted.to(down.dtype) * (gradient.to(down.dtype) * weight)).unsqueeze(-1)
+        return down.to(ctx.dtype).movedim(-1, ctx.class_dim), None, None, None, None, None
+
+
+def vocabulary_cross_entropy(
+    logits: Tensor, target: Tensor, axis: str, reduction: int = 1, ignore_index: int = -100
+) -> Tensor:
+    """Cross entropy of logits whose classes (dimension 1, or 0 of one row) are split over the axis.
+
+    ``reduction``: 1 the mean over targets that count, 2 their sum (torch's numbers). Two all-reduces of one and two
+    numbers a row forward, none backward.
+    """
+    class_dim = min(1, logits.dim() - 1)
+    return _VocabularyCrossEntropy.apply(logits, target, axis, reduction, ignore_index, class_dim)
+
+
+_MEAN = 1
+
+
+def _runs(size: int, parts: Sequence[int], block: int) -> tuple[int, ...]:
+    """Sizes of the runs of a whole dimension of ``size``."""
+    return tuple(parts) or ((block,) * (size // block) if block else (size,))
+
+
+def _slice(x: Tensor, rank: int, ranks: int, dim: int, parts: Sequence[int], block: int) -> Tensor:
+    """The rank-th slice of every run of ``dim``, one after the other."""
+    runs = x.split(_runs(x.shape[dim], parts, block), dim)
+    slices = [run.narrow(dim, rank * (run.shape[dim] // ranks), run.shape[dim] // ranks) for run in runs]
+    return slices[0].contiguous() if len(slices) == 1 else torch.cat(slices, dim)
+
+
+def _join(shards: list[Tensor], dim: int, parts: Sequence[int], block: int) -> Tensor:
+    """Whole runs from every rank's slices; inverse of :func:`_slice`."""
+    runs = _runs(shards[0].shape[dim] * len(shards), parts, block)
+    if len(runs) == 1:
+        return torch.cat(shards, dim)
+    split = [shard.split([size // len(shards) for size in runs], dim) for shard in shards]
+    return torch.cat([piece for run in zip(*split, strict=True) for piece in run], dim)

@@ -1,0 +1,160 @@
+"""Which placements each value of a layer may have, and which options each operator: a fixed point over the rules.
+
+Seeds are the dimensions of the layer's weight matrices that divide by the degree. A placement of a value is handed
+to the rules of its maker and its readers, which answer with whole options; their other placements are handed on in
+turn. So a packed qkv learns from the output projection behind attention that it must be cut in three parts by heads.
+
+The tensor axis splits what parameters span: features, heads, vocabulary. Samples and positions are for the data and
+context axes, so a placement that the batch's own dimensions reach (followed forward from the inputs) is left out.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict, deque
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from torch.fx import Node
+
+from autoplan.sharding.operation import GraphFacts, Operation
+from autoplan.sharding.placements import COPIED, PARTIAL, REPLICATE, Partial, Placement, Shard
+from autoplan.sharding.registry import rule_of
+from autoplan.sharding.rules import RESULT, Option, absent
+
+Marks = Mapping[Node, frozenset[Shard]]
+
+
+@dataclass(frozen=True, slots=True)
+class Candidates:
+    """``options`` of each node of the layer; ``stored``: how each of its parameters may be kept."""
+
+    options: dict[Node, tuple[Option, ...]]
+    stored: dict[Node, tuple[Placement, ...]]
+
+
+def candidates(facts: GraphFacts, nodes: Sequence[Node], marks: Marks) -> Candidates:
+    """All options of ``nodes`` (one layer, in graph order)."""
+    search = _Search(facts, nodes, marks)
+    search.run()
+    partial: dict[Node, bool] = {}
+    options: dict[Node, tuple[Option, ...]] = {}
+    for node in nodes:
+        found = [*_whole(facts, node), *search.options[node], *_summands(facts, node, partial)]
+        partial[node] = any(isinstance(option.output, Partial) for option in found)
+        options[node] = tuple(dict.fromkeys(found))
+    stored = {node: (REPLICATE, *sorted(search.states[node], key=str)) for node in search.parameters}
+    return Candidates(options, stored)
+
+
+def batch_marks(
+    facts: GraphFacts, layers: Iterable[Sequence[Node]], twins: Sequence[int]
+) -> dict[Node, frozenset[Shard]]:
+    """Placements that split the batch's own dimensions, for every value.
+
+    ``twins[i]`` is the first layer of layer i's kind, whose marks it shares.
+    """
+    marks: dict[Node, frozenset[Shard]] = {}
+    for node in facts.graph.nodes:
+        if node.op == "placeholder":
+            shapes = facts.shapes[node]
+            dims = range(len(shapes[0])) if shapes else range(0)
+            marks[node] = frozenset(Shard(dim) for dim in dims if Shard(dim).divides(shapes[0][dim], facts.degree))
+    ordered = [tuple(layer) for layer in layers]
+    for index, layer in enumerate(ordered):
+        first = ordered[twins[index]]
+        for node, twin in zip(layer, first, strict=True):
+            marks[node] = marks[twin] if twins[index] < index else _marks_of(facts, node, marks)
+    return marks
+
+
+def _marks_of(facts: GraphFacts, node: Node, marks: Marks) -> frozenset[Shard]:
+    rule = rule_of(node)
+    if rule is None or not facts.shapes[node]:
+        return frozenset()
+    operation = facts.operation(node)
+    found: set[Shard] = set()
+    for slot, operand in enumerate(operation.operands):
+        for state in marks.get(operand.node, ()):
+            found |= {
+                option.output for option in rule.options(operation, slot, state) if isinstance(option.output, Shard)
+            }
+    return frozenset(found)
+
+
+class _Search:
+    def __init__(self, facts: GraphFacts, nodes: Sequence[Node], marks: Marks) -> None:
+        self.facts, self.marks = facts, marks
+        # What no parameter reaches is computed on every stage that needs it, whole.
+        self.nodes = [node for node in nodes if facts.parametric[node]]
+        self.inside = set(self.nodes)
+        self.options: dict[Node, list[Option]] = {node: [] for node in nodes}
+        self.states: dict[Node, set[Shard]] = defaultdict(set)
+        self.readers: dict[Node, list[tuple[Operation, int]]] = defaultdict(list)
+        for node in self.nodes:
+            if rule_of(node) is not None and facts.shapes[node]:
+                operation = facts.operation(node)
+                for slot, operand in enumerate(operation.operands):
+                    self.readers[operand.node].append((operation, slot))
+        read = dict.fromkeys(operand for node in nodes for operand in node.all_input_nodes)
+        self.parameters = [node for node in read if facts.parameter(node) is not None]
+        self.queue: deque[tuple[Node, Shard]] = deque()
+
+    def run(self) -> None:
+        for parameter in self.parameters:
+            shape = self.facts.shapes[parameter][0]
+            if len(shape) > 1:
+                for dim in range(len(shape)):
+                    self._note(parameter, Shard(dim))
+        while self.queue:
+            value, state = self.queue.popleft()
+            for operation, slot in self.readers[value]:
+                self._ask(operation, slot, state)
+            if value in self.inside and rule_of(value) is not None:
+                self._ask(self.facts.operation(value), RESULT, state)
+
+    def _ask(self, operation: Operation, slot: int, state: Shard) -> None:
+        rule = rule_of(operation.node)
+        if rule is None:
+            return
+        for option in rule.options(operation, slot, state):
+            if option not in self.options[operation.node] and self._legal(operation, option):
+                self.options[operation.node].append(option)
+                for operand, placement in zip(operation.operands, option.inputs, strict=True):
+                    self._note(operand.node, placement)
+                self._note(operation.node, option.output)
+
+    def _note(self, value: Node, state: Placement) -> None:
+        known = value in self.inside or value in self.parameters
+        if isinstance(state, Shard) and known and state not in self.states[value] and self._fits(value, state):
+            self.states[value].add(state)
+            self.queue.append((value, state))
+
+    def _legal(self, operation: Operation, option: Option) -> bool:
+        placed = [*zip((operand.node for operand in operation.operands), option.inputs, strict=True)]
+        placed.append((operation.node, option.output))
+        return all(self._fits(value, state) for value, state in placed if isinstance(state, Shard))
+
+    def _fits(self, value: Node, state: Shard) -> bool:
+        shapes = self.facts.shapes[value]
+        divides = all(state.dim < len(shape) and state.divides(shape[state.dim], self.facts.degree) for shape in shapes)
+        return divides and state not in self.marks.get(value, ())
+
+
+def _whole(facts: GraphFacts, node: Node) -> tuple[Option, ...]:
+    """Run whole on every rank; with gradients alike, or as summands (then its operands' are summands too)."""
+    operation = facts.operation(node)
+    alike = Option((REPLICATE,) * len(operation.operands), REPLICATE)
+    in_place = operation.key.endswith("_") and not operation.key.startswith("__")
+    if not operation.differentiable or in_place or rule_of(node) is None:
+        return (alike,)
+    return alike, Option(tuple(absent(operation, slot) for slot in range(len(operation.operands))), COPIED)
+
+
+def _summands(facts: GraphFacts, node: Node, partial: Mapping[Node, bool]) -> tuple[Option, ...]:
+    """Pass summands on, where the operator is linear and all its operands may be summands."""
+    rule = rule_of(node)
+    operation = facts.operation(node)
+    can = bool(operation.operands) and all(partial.get(operand.node, False) for operand in operation.operands)
+    if rule is None or not can or not rule.passes_partial(operation):
+        return ()
+    return (Option((PARTIAL,) * len(operation.operands), PARTIAL),)

@@ -1,0 +1,217 @@
+"""One node of the graph as a rule sees it: its operands with their whole shapes, and its arguments by name.
+
+Whole shapes are plain integers: the symbolic batch stands as :data:`autoplan.capture.shapes.MAX_BATCH`, a prime, so
+that it never divides by a degree (the batch is the data axis' to split) and reshapes can be followed by arithmetic.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx import Graph, GraphModule, Node
+
+from autoplan.capture.shapes import MAX_BATCH, bytes_at, shape_at
+from autoplan.errors import AutoplanError
+
+Shape = tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Operand:
+    """One occurrence of a tensor (or tuple of tensors) among a node's arguments."""
+
+    node: Node
+    shapes: tuple[Shape, ...]
+    differentiable: bool
+
+    @property
+    def shape(self) -> Shape:
+        return self.shapes[0]
+
+
+@dataclass(frozen=True, slots=True)
+class Operation:
+    """``key`` names the operator without its overload ("linear", "add_", "mylib.op").
+
+    ``arguments``: by the schema's names, defaults filled in; ``slots``: for each argument that holds tensors, the
+    indices of its operands; ``shapes``: of the results.
+    """
+
+    node: Node
+    key: str
+    degree: int
+    arguments: dict[str, Any]
+    slots: dict[str, tuple[int, ...]]
+    operands: tuple[Operand, ...]
+    shapes: tuple[Shape, ...]
+    differentiable: bool
+
+    @property
+    def shape(self) -> Shape:
+        return self.shapes[0]
+
+    def operand(self, argument: str) -> Operand | None:
+        """The operand that is argument ``argument``; None where it is left out."""
+        slots = self.slots.get(argument, ())
+        return self.operands[slots[0]] if slots else None
+
+    def dim(self, argument: str, rank: int | None = None) -> int:
+        """A dimension argument, counted from the front."""
+        return int(self.arguments[argument]) % (rank or len(self.operands[0].shape))
+
+
+def operator_key(target: Any) -> str:
+    """ "linear" of aten.linear.default, "mylib.op" of a custom operator, the name of a Python function."""
+    if isinstance(target, torch._ops.OpOverload):
+        namespace, name = target._schema.name.split("::")
+        return name if namespace == "aten" else f"{namespace}.{name}"
+    return getattr(target, "__name__", str(target))
+
+
+def tensors_of(value: Any) -> tuple[Tensor, ...]:
+    """The tensors of a node's ``meta["val"]``: itself, or those of a tuple; empty for numbers."""
+    if isinstance(value, Tensor):
+        return (value,)
+    if isinstance(value, (tuple, list)) and value and all(isinstance(item, Tensor) for item in value):
+        return tuple(value)
+    return ()
+
+
+def where(node: Node) -> str:
+    """The user's file and line that made ``node``, or the module path where the trace does not say."""
+    trace = node.meta.get("stack_trace") or ""
+    lines = [line.strip() for line in trace.splitlines() if line.strip().startswith('File "')]
+    if lines:
+        path, line, *_ = (part.strip() for part in lines[-1].removeprefix("File ").split(","))
+        return f"{path.strip(chr(34))}:{line.removeprefix('line ')}"
+    return module_path(node) or node.name
+
+
+def module_path(node: Node) -> str:
+    """The user's module that ``node`` was traced in, "" outside of any."""
+    stack = node.meta.get("nn_module_stack") or {}
+    paths = [entry[0] for entry in stack.values()]
+    return str(paths[-1]) if paths else ""
+
+
+class GraphFacts:
+    """What is known of every value of one graph before anything is split.
+
+    ``degree``: of the tensor axis; ``parametric``: what a parameter reaches; ``differentiable``: what has a gradient.
+    """
+
+    def __init__(self, graph_module: GraphModule, degree: int) -> None:
+        self.graph_module = graph_module
+        self.graph: Graph = graph_module.graph
+        self.degree = degree
+        self.shapes: dict[Node, tuple[Shape, ...]] = {}
+        self.differentiable: dict[Node, bool] = {}
+        self.parametric: dict[Node, bool] = {}
+        for node in self.graph.nodes:
+            self.shapes[node] = _shapes(node)
+            self.differentiable[node] = self._is_differentiable(node)
+            reached = any(self.parametric[parent] for parent in node.all_input_nodes)
+            self.parametric[node] = reached or self.parameter(node) is not None
+        self._operations: dict[Node, Operation] = {}
+
+    def operation(self, node: Node) -> Operation:
+        """The rule's view of a call_function node."""
+        if node not in self._operations:
+            self._operations[node] = self._read(node)
+        return self._operations[node]
+
+    def parameter(self, node: Node) -> Tensor | None:
+        """The Parameter that a get_attr node reads, None for buffers and other nodes."""
+        if node.op != "get_attr":
+            return None
+        value = functools.reduce(getattr, str(node.target).split("."), self.graph_module)
+        return value if isinstance(value, torch.nn.Parameter) else None
+
+    def _is_differentiable(self, node: Node) -> bool:
+        if node.op == "get_attr":
+            parameter = self.parameter(node)
+            return parameter is not None and parameter.requires_grad
+        if node.op != "call_function" or operator_key(node.target) == "detach":
+            return False
+        floating = any(tensor.dtype.is_floating_point for tensor in tensors_of(node.meta.get("val")))
+        return floating and any(self.differentiable[parent] for parent in node.all_input_nodes)
+
+    def _read(self, node: Node) -> Operation:
+        arguments, named = _bind(node)
+        operands: list[Operand] = []
+        slots: dict[str, tuple[int, ...]] = {}
+
+        def note(name: str) -> Callable[[Node], Node]:
+            def visit(child: Node) -> Node:
+                if self.shapes[child]:
+                    slots[name] = (*slots.get(name, ()), len(operands))
+                    operands.append(Operand(child, self.shapes[child], self.differentiable[child]))
+                return child
+
+            return visit
+
+        for name, value in named:
+            torch.fx.node.map_arg(value, note(name))
+        return Operation(
+            node=node,
+            key=operator_key(node.target),
+            degree=self.degree,
+            arguments=arguments,
+            slots=slots,
+            operands=tuple(operands),
+            shapes=self.shapes[node],
+            differentiable=self.differentiable[node],
+        )
+
+
+def rebuild(node: Node, replacements: tuple[Any, ...], other: Callable[[Node], Any]) -> tuple[tuple[Any, ...], dict]:
+    """``node``'s args and kwargs with its k-th operand replaced by the k-th of ``replacements``, and every node that
+    is no tensor through ``other``. The order is that of :attr:`Operation.operands`."""
+    remaining = iter(replacements)
+
+    def visit(child: Node) -> Any:
+        return next(remaining) if _shapes(child) else other(child)
+
+    args = tuple(torch.fx.node.map_arg(value, visit) for value in node.args)
+    kwargs = {name: torch.fx.node.map_arg(value, visit) for name, value in node.kwargs.items()}
+    return args, kwargs
+
+
+def sample_bytes(node: Node, *, batch_size: int, dynamic: bool) -> tuple[float, bool]:
+    """Bytes of a value and whether they grow with the batch: (bytes per sample, True) or (bytes, False).
+
+    Of a static trace a value counts as batched when its first dimension divides by the batch.
+    """
+    tensors = tensors_of(node.meta.get("val"))
+    one, two = (sum(bytes_at(tensor, batch) for tensor in tensors) for batch in (1, 2))
+    if dynamic:
+        return (float(two - one), True) if two != one else (float(one), False)
+    batched = (
+        batch_size > 1 and node.op != "get_attr" and all(t.dim() and t.shape[0] % batch_size == 0 for t in tensors)
+    )
+    return (one / batch_size, True) if batched else (float(one), False)
+
+
+def _shapes(node: Node) -> tuple[Shape, ...]:
+    try:
+        return tuple(shape_at(tensor, MAX_BATCH) for tensor in tensors_of(node.meta.get("val")))
+    except AutoplanError:  # a size that only the data decides, without a bound: nothing can be split
+        return tuple((1,) * tensor.dim() for tensor in tensors_of(node.meta.get("val")))
+
+
+def _bind(node: Node) -> tuple[dict[str, Any], list[tuple[str, Any]]]:
+    """Arguments by name with defaults, and those written in the graph in the order args, kwargs."""
+    if isinstance(node.target, torch._ops.OpOverload):
+        schema = node.target._schema.arguments
+        names = [argument.name for argument in schema]
+        defaults = {argument.name: argument.default_value for argument in schema if argument.has_default_value()}
+    else:
+        names, defaults = [], {}
+    positional = [names[i] if i < len(names) else f"argument_{i}" for i in range(len(node.args))]
+    named = [*zip(positional, node.args, strict=True), *node.kwargs.items()]
+    return {**defaults, **dict(named)}, named

@@ -1,0 +1,269 @@
+"""Tensor parallelism of a model: one exact problem a kind of layer, the same answer for all its layers.
+
+Layers hand each other whole values (Replicate). A kind's candidates come from :mod:`.candidates`, its costs from
+:mod:`.problem`, the minimum from :mod:`.ilp`. Parameters that several layers share (a tied embedding and head) are
+stored alike everywhere: the placement with the least sum over the layers.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from torch.fx import Node
+
+from autoplan.capture.types import Capture
+from autoplan.cluster import Cluster
+from autoplan.errors import StrategyError
+from autoplan.layers.types import LayerGraph, LayerKind
+from autoplan.sharding import ilp
+from autoplan.sharding.candidates import Candidates, Marks, batch_marks, candidates
+from autoplan.sharding.heads import check_heads
+from autoplan.sharding.local import local_kind
+from autoplan.sharding.model import PairwiseModel
+from autoplan.sharding.operation import GraphFacts, module_path, where
+from autoplan.sharding.placements import REPLICATE, Placement
+from autoplan.sharding.pricing import Pricing, price_on
+from autoplan.sharding.problem import LayerView, Problem, build_problem
+from autoplan.sharding.registry import needs_no_rule, rule_of
+from autoplan.sharding.rules import Option
+
+Minimise = Callable[[PairwiseModel, set[int]], list[int]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Whole:
+    """An operator without a rule: it runs whole on every rank. ``bytes_per_sample``: of its result."""
+
+    operator: str
+    node: str
+    bytes_per_sample: float
+    module_path: str
+    source: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KindSharding:
+    """One kind of layer under a tensor degree. ``kind``: as one rank runs it; ``options``: in step with the nodes of
+    its layers; ``stored``: in step with its parameters; ``objective_us``: see :mod:`.problem`; ``whole``: operators
+    without a rule."""
+
+    kind: LayerKind
+    degree: int
+    options: tuple[Option, ...]
+    stored: tuple[Placement, ...]
+    objective_us: float
+    whole: tuple[Whole, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sharding:
+    """A whole model under a tensor degree: what :mod:`autoplan.passes.shard_tensors` writes into the graph.
+
+    ``options`` and ``layer_of`` by node name, ``parameters`` by the user's names (every name of a tied one).
+    """
+
+    degree: int
+    kinds: tuple[KindSharding, ...]
+    options: dict[str, Option]
+    layer_of: dict[str, int]
+    parameters: dict[str, Placement]
+
+    @property
+    def whole(self) -> tuple[Whole, ...]:
+        """Operators without a rule, once a kind of layer."""
+        return tuple(entry for kind in self.kinds for entry in kind.whole)
+
+
+def shard_kind(
+    capture: Capture,
+    layers: LayerGraph,
+    kind: int,
+    *,
+    degree: int,
+    cluster: Cluster | None = None,
+    pricing: Pricing | None = None,
+) -> KindSharding:
+    """The best split of one kind of layer over ``degree`` ranks; parameters shared with other kinds agree with them.
+
+    Raises StrategyError where ``degree`` does not divide its attention heads.
+    """
+    return _Solver(capture, layers, degree, _prices(cluster, degree, pricing)).kind(kind)
+
+
+def shard_model(
+    capture: Capture,
+    layers: LayerGraph,
+    *,
+    degree: int,
+    cluster: Cluster | None = None,
+    pricing: Pricing | None = None,
+) -> Sharding:
+    """The best split of every kind of layer. Raises StrategyError where ``degree`` does not divide attention heads."""
+    solver = _Solver(capture, layers, degree, _prices(cluster, degree, pricing))
+    kinds = tuple(solver.kind(kind) for kind in range(len(layers.kinds)))
+    options, layer_of = {}, {}
+    for index, layer in enumerate(layers.layers):
+        for name, option in zip(layer.nodes, kinds[layer.kind].options, strict=True):
+            options[name] = option
+            layer_of[name] = index
+    return Sharding(
+        degree=degree, kinds=kinds, options=options, layer_of=layer_of, parameters=solver.parameter_names(kinds)
+    )
+
+
+def _prices(cluster: Cluster | None, degree: int, pricing: Pricing | None) -> Pricing:
+    if pricing is not None:
+        return pricing
+    if cluster is None:
+        raise StrategyError("splitting tensors needs a cluster to price it on", legal="cluster= or pricing=")
+    return price_on(cluster, degree)
+
+
+class _Solver:
+    """All kinds of one model at one degree."""
+
+    def __init__(self, capture: Capture, layers: LayerGraph, degree: int, pricing: Pricing) -> None:
+        if degree < 1:
+            raise StrategyError(f"tensor degree {degree}", legal="a whole number of at least 1")
+        self.capture, self.layers, self.pricing = capture, layers, pricing
+        self.facts = GraphFacts(capture.graph_module, degree)
+        self.by_name = {node.name: node for node in self.facts.graph.nodes}
+        self.first = _first_of_kind(layers)
+        self.views = [self._view(index) for index in self.first]
+        for view in self.views:
+            check_heads(self.facts, view.nodes)
+        marks = self._marks()
+        self.found: list[Candidates] = [candidates(self.facts, view.nodes, marks) for view in self.views]
+        self.owners = self._owners()
+        self.shared = self._agree()
+
+    def kind(self, index: int) -> KindSharding:
+        """The kind's minimum with shared parameters as agreed."""
+        view = self.views[index]
+        problem, choices = self._solve(index, self._fixed(index, self.shared))
+        chosen = {node: problem.options[node][choices[problem.variable[node]]] for node in view.nodes}
+        stored = {node: states[choices[problem.variable[node]]] for node, states in problem.stored.items()}
+        by_parameter = {id(self.facts.parameter(node)): state for node, state in stored.items()}
+        layer = self.layers.layers[self.first[index]]
+        by_role = tuple(by_parameter.get(self._parameter_id(name), REPLICATE) for name in layer.parameters)
+        return KindSharding(
+            kind=local_kind(view, self.layers.kinds[index], chosen, stored, by_role),
+            degree=self.facts.degree,
+            options=tuple(chosen[node] for node in view.nodes),
+            stored=by_role,
+            objective_us=problem.model.objective(choices),
+            whole=tuple(_whole(view, node) for node in view.nodes if self._lacks_rule(node)),
+        )
+
+    def parameter_names(self, kinds: tuple[KindSharding, ...]) -> dict[str, Placement]:
+        """The placement of every parameter, by each of its names."""
+        aliases = {name: group for group in self.capture.tied for name in group}
+        found: dict[str, Placement] = {}
+        for layer in self.layers.layers:
+            for name, placement in zip(layer.parameters, kinds[layer.kind].stored, strict=True):
+                for alias in aliases.get(name, (name,)):
+                    found[alias] = placement
+        for node in self.facts.graph.nodes:
+            if self.facts.parameter(node) is not None:
+                found.setdefault(str(node.target), REPLICATE)
+        return found
+
+    def _view(self, index: int) -> LayerView:
+        layer = self.layers.layers[index]
+        nodes = tuple(self.by_name[name] for name in layer.nodes)
+        inside = set(nodes)
+        exported = {
+            node for node in nodes if any(reader not in inside for reader in node.users) and self.facts.shapes[node]
+        }
+        return LayerView(
+            facts=self.facts,
+            nodes=nodes,
+            operators=self.layers.kinds[layer.kind].operators,
+            exported=frozenset(exported),
+            batch_size=self.capture.batch_size,
+            dynamic=self.capture.dynamic_batch,
+        )
+
+    def _marks(self) -> Marks:
+        layers = [[self.by_name[name] for name in layer.nodes] for layer in self.layers.layers]
+        return batch_marks(self.facts, layers, [self.first[layer.kind] for layer in self.layers.layers])
+
+    def _solve(self, index: int, fixed: Mapping[Node, Placement]) -> tuple[Problem, list[int]]:
+        problem = build_problem(self.views[index], self.found[index], self.pricing, fixed)
+        return problem, ilp.minimise(problem.model, problem.followers)
+
+    def _owners(self) -> dict[int, set[int]]:
+        """Kinds that use each Parameter, by its identity."""
+        owners: dict[int, set[int]] = defaultdict(set)
+        for index, found in enumerate(self.found):
+            for node in found.stored:
+                owners[id(self.facts.parameter(node))].add(index)
+        return owners
+
+    def _agree(self) -> dict[int, Placement]:
+        """One placement for each Parameter that several layers, or several names in one, use."""
+        agreed: dict[int, Placement] = {}
+        counts = [sum(layer.kind == index for layer in self.layers.layers) for index in range(len(self.layers.kinds))]
+        for parameter in self._shared_parameters():
+            options = [
+                {
+                    state
+                    for node, states in self.found[kind].stored.items()
+                    for state in states
+                    if self._is(node, parameter)
+                }
+                for kind in self.owners[parameter]
+            ]
+            best: tuple[float, Placement] = (math.inf, REPLICATE)
+            for state in sorted(set.intersection(*options), key=str):
+                total = 0.0
+                for kind in sorted(self.owners[parameter]):
+                    problem, choices = self._solve(kind, self._fixed(kind, {**agreed, parameter: state}))
+                    total += counts[kind] * problem.model.objective(choices)
+                best = min(best, (total, state), key=lambda entry: entry[0])
+            agreed[parameter] = best[1]
+        return agreed
+
+    def _shared_parameters(self) -> list[int]:
+        names: dict[int, set[str]] = defaultdict(set)
+        for node in self.facts.graph.nodes:
+            if (parameter := self.facts.parameter(node)) is not None:
+                names[id(parameter)].add(node.name)
+        return [p for p, kinds in self.owners.items() if len(kinds) > 1 or len(names[p]) > 1]
+
+    def _fixed(self, kind: int, agreed: Mapping[int, Placement]) -> dict[Node, Placement]:
+        stored = self.found[kind].stored
+        return {node: agreed[p] for node in stored if (p := id(self.facts.parameter(node))) in agreed}
+
+    def _is(self, node: Node, parameter: int) -> bool:
+        return id(self.facts.parameter(node)) == parameter
+
+    def _parameter_id(self, name: str) -> int:
+        group = next((group for group in self.capture.tied if name in group), (name,))
+        for node in self.facts.graph.nodes:
+            if node.op == "get_attr" and str(node.target) in group:
+                return id(self.facts.parameter(node))
+        return 0
+
+    def _lacks_rule(self, node: Node) -> bool:
+        return rule_of(node) is None and self.facts.parametric[node] and not needs_no_rule(node)
+
+
+def _first_of_kind(layers: LayerGraph) -> list[int]:
+    first: dict[int, int] = {}
+    for index, layer in enumerate(layers.layers):
+        first.setdefault(layer.kind, index)
+    return [first[kind] for kind in range(len(layers.kinds))]
+
+
+def _whole(view: LayerView, node: Node) -> Whole:
+    return Whole(
+        operator=str(node.target),
+        node=node.name,
+        bytes_per_sample=view.bytes_of(node)[0],
+        module_path=module_path(node),
+        source=where(node),
+    )
