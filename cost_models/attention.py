@@ -11,11 +11,14 @@ wasted), narrow heads feed the tensor cores less. Constants [Empirical] from the
 from __future__ import annotations
 
 import math
+from typing import TYPE_CHECKING
 
 from autoplan.cluster import Device
 from autoplan.cost_models.precision import short_dtype
 from autoplan.cost_models.software import EAGER, Software
-from autoplan.layers.types import Attention
+
+if TYPE_CHECKING:
+    from autoplan.layers.types import Attention
 
 BACKWARD_FLOPS = 2.5
 _ROW_TILE = 128

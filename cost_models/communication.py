@@ -14,10 +14,13 @@ from __future__ import annotations
 import functools
 import math
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from autoplan.cluster import Cluster, Link
 from autoplan.cost_models.compute import OperatorTime
-from autoplan.layers.types import LayerKind
+
+if TYPE_CHECKING:
+    from autoplan.layers.types import LayerKind
 
 # Achieved over nominal. NCCL all-reduce bus bandwidth at 1 GiB: A100 NVLink 230-240 of 300 GB/s, H100 360-370 of 450,
 # V100 130 of 150; InfiniBand 22-23 of 25 and 45 of 50 (nccl-tests reports). PCIe: 128-byte packets' headers.

@@ -11,13 +11,16 @@ its operators x ``launch_s`` (eager), which is what small models feel.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from autoplan.cluster import Device
 from autoplan.cost_models.attention import attention_time_s
 from autoplan.cost_models.gemm import gemm_time_s
 from autoplan.cost_models.precision import short_dtype
 from autoplan.cost_models.software import EAGER, Software
-from autoplan.layers.types import LayerKind, Operator
+
+if TYPE_CHECKING:
+    from autoplan.layers.types import LayerKind, Operator
 
 # Views are free on the device; the host still dispatches them, at about a third of a kernel's cost.
 _VIEW_DISPATCH = 0.3
@@ -144,12 +147,15 @@ def _backward_s(op: Operator, device: Device, micro_batch: int, software: Softwa
 def _backward_bytes(op: Operator, samples: int) -> float:
     """Bytes that the backward moves: the output's gradient, the inputs again, the inputs' gradients.
 
-    A sum's gradient is the same tensor for both operands: nothing to compute, one accumulation. The embedding's is
-    a scatter of the output's gradient into a gradient of the table's size, which is zeroed first.
+    A sum's gradient is the same tensor for both operands: nothing to compute, one accumulation. A copy's or a
+    reduction's needs no input. The embedding's is a scatter of the output's gradient into one of the table's size,
+    which is zeroed first.
     """
     name = op.target.rpartition("::")[2].split(".")
     if op.kind == "elementwise" and ("add" in name or "add_" in name or "sub" in name):
         return op.written_bytes * samples
+    if op.kind in ("copy", "reduction"):
+        return (op.written_bytes + op.read_bytes) * samples
     if op.kind == "embedding":
         return 3 * op.written_bytes * samples + op.parameter_bytes
     return (op.written_bytes + 2 * op.read_bytes) * samples + 2 * op.parameter_bytes

@@ -14,11 +14,13 @@ from __future__ import annotations
 
 import functools
 import math
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from autoplan.cluster import Device
 from autoplan.cost_models.precision import dtype_bytes, short_dtype
-from autoplan.layers.types import Gemm
+
+if TYPE_CHECKING:
+    from autoplan.layers.types import Gemm
 
 Product = Literal["forward", "input", "weight"]
 

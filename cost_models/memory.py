@@ -10,19 +10,22 @@ State by ZeRO stage over the data degree n (Rajbhandari et al. 2020, figure 1): 
 weights, 2 gradients too, 3 weights too; what is gathered or not yet scattered is a window of its own. Recompute
 (Korthikanti et al. 2022): *full* keeps a layer's inputs, *selective* everything but the attention core.
 
-Every term is bytes; they sum to the peak.
+Every term is bytes, all terms are always there (0 where they don't apply), and they sum to the peak.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from autoplan import schedules
 from autoplan.cluster import Device
 from autoplan.cost_models.recipes import Recipe, recipe
-from autoplan.layers.types import LayerKind, Operator
 from autoplan.plan import Strategy
+
+if TYPE_CHECKING:
+    from autoplan.layers.types import LayerKind, Operator
 
 __all__ = ["Recipe", "recipe", "stage_memory", "layer_saved_bytes", "Elements", "count_elements"]
 
@@ -32,8 +35,8 @@ RECOMPUTE = ("none", "selective", "full")
 ALLOCATOR_RESERVE = 0.05
 # cuBLAS and cuBLASLt workspaces, one of each for forward's and autograd's stream (32 MiB on Hopper, 8 before).
 WORKSPACE_BYTES = 64 * 2**20
-# NCCL: 8 to 24 channels x 4 MiB buffers x protocols, for each communicator, shared by axes of one size.
-COMMUNICATOR_BYTES = 160 * 2**20
+# NCCL: 16 to 24 channels x (4 MiB Simple + 0.6 LL128 + LL) buffers x directions, and its own state, a communicator.
+COMMUNICATOR_BYTES = 300 * 2**20
 # Flat buckets that gradients are reduced in: 25 MiB by default in DDP, two in flight.
 BUCKET_BYTES = 50 * 2**20
 
@@ -98,9 +101,9 @@ def stage_memory(
     backward = _backward_terms(kinds_of_stage, strategy, stage, recompute)
     backward |= _windows(elements, strategy, recipe)
     step = {"optimizer_temporary": _step_temporary(elements, extra, strategy, recipe)}
-    moment = backward if sum(backward.values()) >= sum(step.values()) else step
+    moment, other = (backward, step) if sum(backward.values()) >= sum(step.values()) else (step, backward)
     reserve = 0.0 if device.is_cpu else ALLOCATOR_RESERVE * sum(moment.values())
-    return states | moment | fixed | {"allocator_reserve": reserve}
+    return states | dict.fromkeys(other, 0.0) | moment | fixed | {"allocator_reserve": reserve}
 
 
 def _states(elements: Elements, extra: int, strategy: Strategy, recipe: Recipe) -> dict[str, float]:
@@ -118,12 +121,11 @@ def _states(elements: Elements, extra: int, strategy: Strategy, recipe: Recipe) 
 def _windows(elements: Elements, strategy: Strategy, recipe: Recipe) -> dict[str, float]:
     """Unsharded pieces that live for a moment: ZeRO-3 holds the layer that runs and the one prefetched; ZeRO-2 and 3
     the gradients of the layer that just ran, before they are scattered."""
-    if strategy.data == 1 or strategy.zero_stage < 2:
-        return {}
-    terms = {"gradient_window": elements.largest_layer * recipe.gradients}
-    if strategy.zero_stage == 3:
-        terms["gather_window"] = 2 * elements.largest_layer * recipe.weights
-    return terms
+    zero = strategy.zero_stage if strategy.data > 1 else 0
+    return {
+        "gradient_window": elements.largest_layer * recipe.gradients if zero >= 2 else 0.0,
+        "gather_window": 2 * elements.largest_layer * recipe.weights if zero >= 3 else 0.0,
+    }
 
 
 def _backward_terms(

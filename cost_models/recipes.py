@@ -47,6 +47,7 @@ _PRECISIONS = {
     "nvfp4": (3.2, 2.0, 4.0),
     "bf16-pure": (2.0, 2.0, 0.0),
     "fp16-pure": (2.0, 2.0, 0.0),
+    "bf16-deepspeed": (2.0, 6.0, 4.0),
     "bf16-megatron": (2.0, 4.0, 4.0),
     "fp16-megatron": (2.0, 4.0, 4.0),
 }
@@ -63,8 +64,11 @@ _OPTIMIZERS = {
 
 
 def recipe(precision: str, optimizer: str = "adamw") -> Recipe:
-    """The recipe of ``precision`` (fp64, fp32, bf16, fp16, fp8, mxfp8, nvfp4; ``-pure`` keeps no fp32 copy,
-    ``-megatron`` accumulates gradients in fp32) with ``optimizer``; raises :class:`StrategyError`."""
+    """The recipe of ``precision`` with ``optimizer``; raises :class:`StrategyError` for unknown names.
+
+    Precisions: fp64, fp32, bf16, fp16, fp8, mxfp8, nvfp4. ``-pure`` keeps no fp32 copy, ``-megatron`` accumulates
+    gradients in fp32, ``-deepspeed`` keeps fp32 gradients beside 16-bit ones.
+    """
     key, kind = short_dtype(precision.lower()), optimizer.lower()
     if key not in _PRECISIONS:
         raise StrategyError(
@@ -81,6 +85,6 @@ def recipe(precision: str, optimizer: str = "adamw") -> Recipe:
         gradients=gradients,
         master_weights=master,
         optimizer_state=states * (state_bytes or full),
-        # foreach optimizers make one temporary of the update, in the master's dtype (pytorch issue 112495's lists).
-        step_temporary=full if kind in ("adamw", "adam") else 0.0,
+        # torch's foreach Adam keeps the root of the second moment of all parameters at once; Megatron's is fused.
+        step_temporary=full if kind in ("adamw", "adam") and not key.endswith("-megatron") else 0.0,
     )

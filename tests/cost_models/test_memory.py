@@ -1,0 +1,145 @@
+"""Peak memory by term: exact counts, what sharding divides, and that terms sum to the peak."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from autoplan.cluster import Cluster
+from autoplan.cost_models.memory import ALLOCATOR_RESERVE, count_elements, layer_saved_bytes, recipe, stage_memory
+from autoplan.errors import StrategyError
+from autoplan.layers.types import LayerKind, Operator, Parameter
+from autoplan.plan import Strategy
+
+DEVICE = Cluster.parse("1xA100-80GB").device
+
+
+def operator(name: str, saved: float, **more: object) -> Operator:
+    fields: dict = {"name": name, "target": name, "kind": "elementwise", "dtype": "bf16", "saved_bytes": saved}
+    return Operator(**(fields | {"read_bytes": 3e6, "written_bytes": 2e6} | more))
+
+
+LAYER = LayerKind(
+    operators=(operator("linear", 4e6), operator("softmax", 10e6, core=True), operator("mask", 1e6, batched=False)),
+    parameters=(Parameter(role="weight", elements=1_000_000, element_bytes=2),),
+    input_bytes=2e6,
+)
+
+
+def terms(
+    strategy: Strategy, *, layers: int = 4, policy: str = "none", precision: str = "bf16", stage: int = 0
+) -> dict:
+    return stage_memory(
+        [LAYER] * layers,
+        strategy=strategy,
+        stage=stage,
+        recipe=recipe(precision),
+        device=DEVICE,
+        recompute=[policy] * layers,
+    )
+
+
+def test_sixteen_bytes_a_parameter() -> None:
+    found = terms(Strategy())
+    states = [found[key] for key in ("weights", "gradients", "master_weights", "optimizer_state")]
+    assert states == [4e6 * each for each in (2, 2, 4, 8)]
+    assert recipe("bf16").total == 16
+    assert recipe("fp32").total == 16
+    assert recipe("bf16-pure").total == 8
+    assert recipe("bf16-megatron").total == 18
+    assert recipe("bf16", "sgd").total == 8
+    assert recipe("torch.bfloat16") == recipe("bf16")
+
+
+@pytest.mark.parametrize(
+    ("zero_stage", "divided"),
+    [
+        (0, ()),
+        (1, ("master_weights", "optimizer_state")),
+        (2, ("master_weights", "optimizer_state", "gradients")),
+        (3, ("master_weights", "optimizer_state", "gradients", "weights")),
+    ],
+)
+def test_what_each_zero_stage_divides_over_the_data_axis(zero_stage: int, divided: tuple[str, ...]) -> None:
+    whole = terms(Strategy(data=8))
+    sharded = terms(Strategy(data=8, zero_stage=zero_stage))
+    for key in ("weights", "gradients", "master_weights", "optimizer_state"):
+        assert sharded[key] == whole[key] / (8 if key in divided else 1)
+
+
+def test_sharded_state_opens_windows() -> None:
+    found = terms(Strategy(data=8, zero_stage=3))
+    assert found["gather_window"] == 2 * 1e6 * 2  # the layer that runs and the next, in bf16
+    assert found["gradient_window"] == 1e6 * 2
+    assert terms(Strategy(data=1, zero_stage=3))["gather_window"] == 0
+
+
+@pytest.mark.parametrize(
+    ("policy", "kept"), [("none", 3 * (4e6 + 10e6) + 1e6), ("selective", 3 * 4e6 + 1e6), ("full", 3 * 2e6)]
+)
+def test_what_a_layer_keeps_for_its_backward(policy: str, kept: float) -> None:
+    assert layer_saved_bytes(LAYER, policy=policy, samples=3) == kept
+    strategy = Strategy(micro_batch_size=3)
+    found = terms(strategy, policy=policy)
+    assert found["saved_activations"] == 4 * kept
+    # While one layer's backward runs, what was dropped is there again.
+    assert found["recompute_window"] == 3 * 14e6 + 1e6 - kept
+
+
+@pytest.mark.parametrize(("schedule", "stage", "held"), [("1f1b", 0, 4), ("1f1b", 3, 1), ("gpipe", 3, 16)])
+def test_micro_batches_in_flight(schedule: str, stage: int, held: int) -> None:
+    strategy = Strategy(pipeline=4, micro_batches=16, schedule=schedule)
+    found = terms(strategy, stage=stage)
+    assert found["saved_activations"] == held * 4 * 15e6
+
+
+def test_tied_parameters_count_once_and_frozen_ones_have_no_state() -> None:
+    tied = dataclasses.replace(LAYER, parameters=(Parameter(role="t", elements=100, element_bytes=2, shared="tied"),))
+    frozen = dataclasses.replace(
+        LAYER, parameters=(Parameter(role="f", elements=30, element_bytes=2, trainable=False),)
+    )
+    counted = count_elements([tied, frozen, tied])
+    assert (counted.total, counted.trainable, counted.largest_layer) == (130, 100, 100)
+
+
+def test_the_optimizer_step_is_the_peak_where_activations_are_small() -> None:
+    big = dataclasses.replace(LAYER, parameters=(Parameter(role="w", elements=10**9, element_bytes=2),))
+    found = stage_memory([big], strategy=Strategy(), stage=0, recipe=recipe("bf16"), device=DEVICE, recompute=["none"])
+    assert found["optimizer_temporary"] == 4e9
+    assert found["saved_activations"] == 0
+
+
+def test_reserve_is_a_share_of_what_comes_and_goes() -> None:
+    found = terms(Strategy(micro_batch_size=8))
+    moving = found["saved_activations"] + found["recompute_window"] + found["passing_activations"]
+    assert found["passing_activations"] == 8 * 5e6
+    assert found["allocator_reserve"] == pytest.approx(ALLOCATOR_RESERVE * moving)
+
+
+@given(
+    zero_stage=st.integers(0, 3),
+    data=st.sampled_from([1, 2, 8]),
+    pipeline=st.sampled_from([1, 4]),
+    micro_batch_size=st.integers(1, 8),
+    policy=st.sampled_from(["none", "selective", "full"]),
+)
+def test_terms_are_never_negative_and_grow_with_the_work(
+    zero_stage: int, data: int, pipeline: int, micro_batch_size: int, policy: str
+) -> None:
+    strategy = Strategy(
+        zero_stage=zero_stage, data=data, pipeline=pipeline, micro_batch_size=micro_batch_size, micro_batches=8
+    )
+    found = terms(strategy, policy=policy)
+    assert all(value >= 0 for value in found.values())
+    more = terms(dataclasses.replace(strategy, micro_batch_size=micro_batch_size + 1), policy=policy)
+    assert sum(more.values()) >= sum(found.values())
+    assert set(more) == set(found)
+
+
+@pytest.mark.parametrize(("precision", "optimizer"), [("bf17", "adamw"), ("bf16", "adamw2")])
+def test_unknown_recipes_are_refused(precision: str, optimizer: str) -> None:
+    with pytest.raises(StrategyError, match="unknown"):
+        recipe(precision, optimizer)
