@@ -21,6 +21,7 @@ from torch.fx import GraphModule, Node
 from autoplan.capture.errors import node_line
 from autoplan.capture.shapes import is_data_dependent, size_at
 from autoplan.errors import AutoplanError
+from autoplan.passes import operators
 
 aten = torch.ops.aten
 
@@ -35,6 +36,9 @@ _STATISTICS: dict[Any, tuple[int, tuple[int, ...]]] = {
 # Named in place, but the numbers stay; `dropout` returns its very input where it has nothing to drop.
 _ONLY_VIEWS = {aten.detach_.default}
 _MAY_RETURN_INPUT = {aten.dropout.default, aten.feature_dropout.default, aten.alpha_dropout.default}
+
+# Functions of ours whose result is never their input's memory.
+_NEW_MEMORY = {operators.reduce_from_axis, operators.vocabulary_embedding, operators.vocabulary_cross_entropy}
 
 
 def copy_graph(graph_module: GraphModule) -> fx.Graph:
@@ -337,7 +341,9 @@ def _aliased_inputs(node: Node) -> list[Node]:
     if not isinstance(node.target, OpOverload):
         if not isinstance(node.meta.get("val"), (Tensor, tuple, list, type(None))):
             return []
-        of_ours = getattr(node.target, "__module__", "") == "autoplan.passes.operators"
+        if node.target in _NEW_MEMORY:
+            return []
+        of_ours = getattr(node.target, "__module__", "") == operators.__name__
         return _nodes(node.args[0]) if of_ours else [n for n in node.all_input_nodes if n.op != "get_attr"]
     if node.target in _MAY_RETURN_INPUT:
         return _nodes(node.args[0])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -14,10 +15,12 @@ from autoplan.capture import Capture, retarget
 from autoplan.cluster import Cluster
 from autoplan.errors import StrategyError
 from autoplan.layers import LayerGraph
+from autoplan.passes.shard_tensors import shard_tensors
 from autoplan.passes.split_stages import StageGraph, split_stages
+from autoplan.passes.weight_loss import weight_loss
 from autoplan.plan import Plan
 from autoplan.schedules import SCHEDULES
-from autoplan.sharding.placements import Placement, Replicate, take_shard
+from autoplan.sharding import Placement, Shard, Sharding, shard_model, take_shard
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,11 +89,16 @@ class Builder:
     """Runs the passes once a tensor coordinate and keeps the results."""
 
     def __init__(
-        self, capture: Capture, plan: Plan, layers: LayerGraph, cluster: Cluster | None, sharding: object
+        self, capture: Capture, plan: Plan, layers: LayerGraph, cluster: Cluster | None, sharding: Sharding | None
     ) -> None:
         self._capture, self._plan, self._layers = capture, plan, layers
         self._cluster, self._sharding = cluster, sharding
         self._built: dict[int, RankGraphs] = {}
+        first: dict[int, str] = {}
+        self.canonical = {
+            name: first.setdefault(id(parameter), name)
+            for name, parameter in capture.graph_module.named_parameters(remove_duplicate=False)
+        }
 
     def graphs(self, tensor_rank: int) -> RankGraphs:
         if tensor_rank not in self._built:
@@ -98,16 +106,18 @@ class Builder:
         return self._built[tensor_rank]
 
     def _build(self, tensor_rank: int) -> RankGraphs:
-        from autoplan.passes.weight_loss import weight_loss
-
         graph_module, weights = self._capture.graph_module, None
         if is_split(self._plan):
             weighted = weight_loss(self._capture)
             graph_module, weights = weighted.graph_module, weighted.weights
         placements: dict[str, Placement] = {}
+        stage = stage_of_node(self._plan, self._layers)
         if self._plan.strategy.tensor > 1:
-            graph_module, placements = self._shard(graph_module, tensor_rank)
-        stages = split_stages(graph_module, stage_of_node(self._plan, self._layers))
+            sharded = shard_tensors(graph_module, self._whole_sharding(), rank=tensor_rank)
+            graph_module = sharded.graph_module
+            placements = self._canonical_placements(sharded.parameters)
+            stage |= {name: stage[origin] for name, origin in sharded.origin.items() if origin in stage}
+        stages = split_stages(graph_module, stage)
         if len(stages) != self._plan.strategy.pipeline:
             raise StrategyError(
                 f"the plan has {self._plan.strategy.pipeline} stages and the graph was cut into {len(stages)}",
@@ -115,16 +125,20 @@ class Builder:
             )
         return RankGraphs(stages=stages, weights=weights, placements=placements)
 
-    def _shard(self, graph_module: GraphModule, tensor_rank: int) -> tuple[GraphModule, dict[str, Placement]]:
-        from autoplan.passes.shard_tensors import shard_tensors
+    def _canonical_placements(self, placements: Mapping[str, Placement]) -> dict[str, Placement]:
+        """By the first of each tied group's names. Tied names are one tensor, so they must be placed alike."""
+        found: dict[str, Placement] = {}
+        for name, placement in placements.items():
+            first = self.canonical[name]
+            if isinstance(found.setdefault(first, placement), Shard) != isinstance(placement, Shard):
+                raise StrategyError(
+                    f"`{name}` and `{first}` are one parameter, placed {placement} and {found[first]}",
+                    attempt="untie them, or plan without tensor parallelism",
+                )
+        return found
 
-        sharded = shard_tensors(graph_module, self._whole_sharding(), rank=tensor_rank)
-        return sharded.graph_module, dict(sharded.parameters)
-
-    def _whole_sharding(self) -> object:
+    def _whole_sharding(self) -> Sharding:
         if self._sharding is None:
-            from autoplan.sharding import shard_model
-
             if self._cluster is None:
                 raise StrategyError("tensor parallelism needs the cluster (or a sharding) that it was planned for")
             degree = self._plan.strategy.tensor
@@ -133,12 +147,7 @@ class Builder:
 
     def ownership(self) -> Ownership:
         """From the stages of tensor coordinate 0: all coordinates have the same names."""
-        module = self._capture.graph_module
-        first: dict[int, str] = {}
-        canonical = {
-            name: first.setdefault(id(parameter), name)
-            for name, parameter in module.named_parameters(remove_duplicate=False)
-        }
+        canonical = self.canonical
         holders: dict[str, set[int]] = {name: set() for name in canonical.values()}
         for stage in self.graphs(0).stages:
             for name in stage.parameters:
@@ -186,12 +195,12 @@ def local_parameters(
     for name, whole in capture.graph_module.named_parameters():
         if stage not in ownership.holders[name]:
             continue
-        placement = graphs.placements.get(name, Replicate())
-        if isinstance(placement, Replicate):
-            local[name] = whole if whole.device == device else _parameter(whole.detach().to(device), whole)
-        else:
+        placement = graphs.placements.get(name)
+        if isinstance(placement, Shard):
             shard = take_shard(whole, placement, index=tensor_rank, degree=degree)
             local[name] = _parameter(shard.to(device), whole)
+        else:
+            local[name] = whole if whole.device == device else _parameter(whole.detach().to(device), whole)
     return local
 
 

@@ -6,7 +6,7 @@ from autoplan.passes.split_stages import Value
 from autoplan.plan import Strategy
 from autoplan.runtime.build import RankGraphs
 from autoplan.schedules import stage_actions
-from autoplan.sharding.placements import Replicate
+from autoplan.sharding.placements import Shard
 
 
 def stage_code(graphs: RankGraphs, strategy: Strategy, rank: int) -> str:
@@ -16,7 +16,7 @@ def stage_code(graphs: RankGraphs, strategy: Strategy, rank: int) -> str:
     actions = stage_actions(
         strategy.schedule, stage=at.pipeline, stages=strategy.pipeline, micro_batches=strategy.micro_batches
     )
-    split = [name for name in stage.parameters if not isinstance(graphs.placements.get(name, Replicate()), Replicate)]
+    split = [name for name in stage.parameters if isinstance(graphs.placements.get(name), Shard)]
     lines = [
         f"Rank {rank} of {strategy.gpus}: stage {at.pipeline}, data rank {at.data}, tensor rank {at.tensor} "
         f"({strategy.describe()}).",

@@ -20,6 +20,7 @@ from autoplan.runtime.code import stage_code
 from autoplan.runtime.faults import RankFault
 from autoplan.runtime.launch import ensure_process_group, how_to_launch
 from autoplan.runtime.rank_part import RankPart
+from autoplan.sharding import Sharding
 
 
 class Program:
@@ -40,7 +41,7 @@ class Program:
         layers: LayerGraph,
         *,
         cluster: Cluster | None = None,
-        sharding: object = None,
+        sharding: Sharding | None = None,
         device: str | torch.device | None = None,
     ) -> None:
         check_executable(capture, plan)

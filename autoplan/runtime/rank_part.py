@@ -18,7 +18,7 @@ from autoplan.runtime.faults import RankFault, action_fault
 from autoplan.runtime.interpreter import MicroBatch, StageInterpreter
 from autoplan.runtime.state import FullTensors
 from autoplan.schedules import stage_actions
-from autoplan.sharding.placements import Placement, Replicate
+from autoplan.sharding.placements import Placement, Shard
 
 
 class RankPart:
@@ -162,6 +162,6 @@ class RankPart:
         data axis."""
         at = self.mesh.at
         assert at is not None and self.sync is not None
-        whole = isinstance(self._placements.get(name, Replicate()), Replicate)
+        whole = not isinstance(self._placements.get(name), Shard)
         first = self._ownership.holders[name][0] == at.pipeline
         return first and (not whole or at.tensor == 0) and self.sync.counts_here(name)

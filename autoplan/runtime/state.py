@@ -21,7 +21,7 @@ from autoplan.runtime.build import Ownership
 from autoplan.runtime.collectives import AxisCommunicator, Mesh
 from autoplan.runtime.data_parallel import GradientSync
 from autoplan.runtime.faults import CheckpointError
-from autoplan.sharding.placements import Placement, Replicate, assemble, take_shard
+from autoplan.sharding.placements import REPLICATE, Placement, Shard, assemble, take_shard
 
 WEIGHTS = "model.safetensors"
 
@@ -117,9 +117,9 @@ class FullTensors:
         whole: Tensor | None = None
         if self._sync is not None and mesh.at is not None and mesh.at.pipeline == owner:
             local = read(self._sync, name).contiguous()
-            placement = self._placements.get(name, Replicate())
+            placement = self._placements.get(name)
             whole = local
-            if not isinstance(placement, Replicate):
+            if isinstance(placement, Shard):
                 whole = assemble(AxisCommunicator(mesh).all_gather(local, "tensor"), placement)
         if whole is None:
             pattern = self._capture.graph_module.get_parameter(name)
@@ -140,7 +140,7 @@ class FullTensors:
         mesh = self._mesh
         if self._sync is None or mesh.at is None or name not in self._sync.working:
             return
-        placement = self._placements.get(name, Replicate())
+        placement = self._placements.get(name, REPLICATE)
         local = take_shard(values, placement, index=mesh.at.tensor, degree=mesh.strategy.tensor)
         self._sync.load(name, local.to(device=mesh.device, dtype=self._sync.working[name].dtype))
 
