@@ -17,7 +17,7 @@ from autoplan.capture.shapes import batch_symbol, bytes_at
 from autoplan.capture.types import Capture
 from autoplan.layers.facts import Facts, gather_facts, tensors
 from autoplan.layers.group import Group, group_nodes
-from autoplan.layers.kinds import Canon, Form, canonical_name, fingerprint
+from autoplan.layers.kinds import Canon, Form, canonical_name
 from autoplan.layers.operators import dtype_name
 from autoplan.layers.profile import Measured, measure_kind, with_saved
 from autoplan.layers.types import Edge, Layer, LayerGraph, LayerKind, Parameter
@@ -71,7 +71,7 @@ def build_layers(capture: Capture) -> LayerGraph:
         edges=_edges(facts, folded, scale),
         tokens_per_sample=capture.tokens_per_sample,
         dtype=dtype_name(capture.dtype),
-        fingerprint=fingerprint(capture.graph_module, canon, facts),
+        fingerprint=canon.fingerprint(),
     )
 
 

@@ -49,13 +49,20 @@ class Facts:
 
 
 def module_stack(node: Node) -> tuple[tuple[str, str], ...]:
-    """(path, class) of the modules around ``node``, outermost first; ``@k`` marks the k-th call of a shared module."""
-    stack = node.meta.get("nn_module_stack") or {}
-    named = (
-        (path, kind if isinstance(kind, str) else f"{kind.__module__}.{kind.__qualname__}")
-        for path, kind in stack.values()
-    )
-    return tuple((path, kind) for path, kind in named if path and not path.startswith("_empty_nn_module_stack"))
+    """(path, class) of the modules around ``node``, outermost first; ``@k`` ends the path of a module's k-th repeat."""
+    found = []
+    for call, (path, kind) in (node.meta.get("nn_module_stack") or {}).items():
+        if path and not path.startswith("_empty_nn_module_stack"):
+            _, at, repeat = str(call).rpartition("@")
+            name = kind if isinstance(kind, str) else f"{kind.__module__}.{kind.__qualname__}"
+            found.append((path if "@" in path else path + at + repeat * bool(at), name))
+    return tuple(found)
+
+
+def module_path(node: Node) -> str:
+    """The innermost module around ``node``, by the user's path; "" for the model itself."""
+    stack = module_stack(node)
+    return stack[-1][0].partition("@")[0] if stack else ""
 
 
 def tensors(value: Any) -> Iterator[Tensor]:

@@ -25,7 +25,7 @@ from torch.fx import Node
 
 from autoplan.layers.blocks import find_blocks, is_leaf_class
 from autoplan.layers.cut import cut_into_chunks, heavy_nodes, rough_flops
-from autoplan.layers.facts import Facts, module_stack
+from autoplan.layers.facts import Facts, module_path, module_stack
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -191,8 +191,7 @@ def dominant_module(facts: Facts, nodes: Iterable[Node]) -> str:
         for source, parameter in facts.parameters_of(node):
             if source not in seen:
                 seen.add(source)
-                stack = module_stack(node)
-                elements[stack[-1][0] if stack else str(source.target).rpartition(".")[0]] += parameter.numel()
+                elements[module_path(node) or str(source.target).rpartition(".")[0]] += parameter.numel()
     best = max(elements, key=elements.__getitem__, default="")
     return best if best and 2 * elements[best] > sum(elements.values()) else ""
 

@@ -1,9 +1,9 @@
 """Canonical form of a layer: two layers with equal forms are of one kind, and cost the same.
 
 The form lists, in graph order: each node's operator, its arguments with tensors replaced by what they are to the layer
-(an inner node's index, a boundary input's order, a parameter's order), and the shapes, strides and dtypes of its
-values. Names of parameters and modules are left out, and so are devices: a trace on meta and one on real tensors are
-alike. Hashes are sha256 over text, so they are equal in every process.
+(an inner node's index, a boundary input's order, a parameter's order), and the shapes and dtypes of its values, of
+boundary inputs the strides too. Names of parameters and modules are left out, and so are devices: a trace on meta and
+one on real tensors are alike. Hashes are sha256 over text, so they are equal in every process.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from typing import Any
 import sympy  # type: ignore[import-untyped]
 import torch
 from torch import Tensor
-from torch.fx import GraphModule, Node
+from torch.fx import Node
 
-from autoplan.layers.facts import Facts
-from autoplan.layers.operators import operator_label
+from autoplan.layers.facts import Facts, tensors
+from autoplan.layers.operators import operator_label, operator_name
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,19 +63,55 @@ class Canon:
 
         for node in nodes:
             arguments = self._text(node.args, reference), self._text(node.kwargs, reference)
-            lines.append(f"{operator_label(node.target)}{arguments} -> {self.shape(node)}")
+            lines.append(f"{operator_label(node.target)}{arguments} -> {self._shape(node)}")
         outputs = tuple(node for node in nodes if node in facts.travelling and self._is_read_outside(node, inner))
-        lines += [f"in {source.op} {self._flags(source)} {self.shape(source)}" for source in boundary]
+        lines += [f"in {source.op} {self._flags(source)} {self._layout(source)}" for source in boundary]
         lines += [self._parameter(name, source) for name, source in parameters.items()]
         lines.append(f"out {[inner[node] for node in outputs]}")
         digest = hashlib.sha256("\n".join(lines).encode()).hexdigest()
         return Form(digest=digest, boundary=tuple(boundary), parameters=tuple(parameters.values()), outputs=outputs)
 
-    def shape(self, node: Node) -> str:
-        """Shapes, strides and dtypes of the node's value, the batch written ``b``."""
+    def fingerprint(self) -> str:
+        """sha256 of the whole graph: operators, arguments, shapes, dtypes and edges; no names, devices or strides.
+
+        Operators that only settle the layout in memory are passed over: the device decides which of them a trace holds.
+        """
+        facts = self._facts
+        number: dict[Node, str] = {}
+        names: dict[str, str] = {}
+        lines: list[str] = []
+
+        def reference(source: Node) -> str:
+            if source in facts.parameters:
+                return names.setdefault(canonical_name(facts, source), f"p{len(names)} {self._shape(source)}")
+            return number.setdefault(source, f"in{len(number)} {self._shape(source)}")
+
+        for node in facts.nodes:
+            if self._is_layout_only(node):
+                number[node] = reference(node.all_input_nodes[0])
+                continue
+            arguments = self._text(node.args, reference), self._text(node.kwargs, reference)
+            number[node] = f"%{len(lines)}"
+            lines.append(f"{operator_label(node.target)}{arguments} -> {self._shape(node)}")
+        if facts.loss is not None:
+            lines.append(f"loss {reference(facts.loss)}")
+        return hashlib.sha256("\n".join(lines).encode()).hexdigest()
+
+    def _is_layout_only(self, node: Node) -> bool:
+        if operator_name(node.target) not in ("contiguous", "alias", "to") or not node.all_input_nodes:
+            return False
+        return self._shape(node) == self._shape(node.all_input_nodes[0])
+
+    def _shape(self, node: Node) -> str:
+        """Shapes and dtypes of the node's value, the batch written ``b``."""
         if node not in self._shapes:
             self._shapes[node] = self._value(node.meta.get("val"))
         return self._shapes[node]
+
+    def _layout(self, node: Node) -> str:
+        """The same and strides, which decide whether a reader copies."""
+        strides = [[self._size(stride) for stride in value.stride()] for value in tensors(node.meta.get("val"))]
+        return f"{self._shape(node)} {strides}"
 
     def _is_read_outside(self, node: Node, inner: Mapping[Node, int]) -> bool:
         return node is self._facts.loss or any(reader not in inner for reader in node.users)
@@ -91,8 +127,7 @@ class Canon:
     def _value(self, value: Any) -> str:
         if isinstance(value, Tensor):
             sizes = ",".join(self._size(size) for size in value.shape)
-            strides = ",".join(self._size(size) for size in value.stride())
-            return f"{value.dtype}[{sizes}|{strides}]"
+            return f"{value.dtype}[{sizes}]"
         if isinstance(value, (tuple, list)):
             return f"({','.join(self._value(item) for item in value)})"
         return self._size(value)
@@ -120,7 +155,9 @@ class Canon:
             return self._text((value.start, value.stop, value.step), reference)
         if isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool)):
             return self._size(value)
-        if isinstance(value, (str, int, float, complex, bool, torch.dtype, torch.layout, torch.memory_format)):
+        if value is None or isinstance(
+            value, (str, int, float, complex, bool, torch.dtype, torch.layout, torch.memory_format)
+        ):
             return repr(value)
         return operator_label(value) if callable(value) else type(value).__name__
 
@@ -129,12 +166,3 @@ def canonical_name(facts: Facts, source: Node) -> str:
     """The name of a parameter; of tied ones, the name that counts."""
     name = str(source.target)
     return facts.canonical.get(name, name)
-
-
-def fingerprint(graph_module: GraphModule, canon: Canon, facts: Facts) -> str:
-    """sha256 of the whole graph: operators, arguments, shapes, dtypes and edges; no names, no devices."""
-    digest = hashlib.sha256(canon.form(facts.nodes).digest.encode())
-    for module_name, module in graph_module.named_modules():
-        if module_name and isinstance(module, GraphModule):
-            digest.update("".join(f"{node.op} {operator_label(node.target)}\n" for node in module.graph.nodes).encode())
-    return digest.hexdigest()

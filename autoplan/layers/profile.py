@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 
 from torch.fx import Node
 
-from autoplan.layers.facts import Facts, module_stack
+from autoplan.layers.facts import Facts, module_path
 from autoplan.layers.measure import Sample, run_layer
 from autoplan.layers.operators import EITHER, dtype_name, operator_kind, operator_label, operator_name
 from autoplan.layers.types import Gemm, Operator, OperatorKind
@@ -126,7 +126,6 @@ def _gemm(scale: _Affine | _Divided, small: Gemm, large: Gemm) -> Gemm:
 
 def _operator(node: Node, scale: _Affine | _Divided, small: Sample, large: Sample, *, core: bool) -> Operator:
     gemm = _gemm(scale, small.work.gemm, large.work.gemm) if small.work.gemm and large.work.gemm else None
-    stack = module_stack(node)
     return Operator(
         name=node.name,
         target=operator_label(node.target),
@@ -143,7 +142,7 @@ def _operator(node: Node, scale: _Affine | _Divided, small: Sample, large: Sampl
         needs_backward=small.needs_backward,
         gemm=gemm,
         attention=small.work.attention,
-        module_path=stack[-1][0] if stack else "",
+        module_path=module_path(node),
         source=_source(node),
     )
 

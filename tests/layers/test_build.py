@@ -186,14 +186,16 @@ def test_stages_of_a_hierarchical_network_open_to_their_blocks() -> None:
     class Net(nn.Module):
         def __init__(self) -> None:
             super().__init__()
+            self.stem = nn.Conv2d(3, 4, 1)
             self.stages = nn.ModuleList([Stage(4, 3), Stage(8, 5)])
 
         def forward(self, x: Tensor) -> Tensor:
+            x = self.stem(x)
             for stage in self.stages:
                 x = stage(x)
             return x.mean()
 
-    graph = layers_of((Net(), {"x": torch.randn(2, 4, 16, 16)}))
+    graph = layers_of((Net(), {"x": torch.randn(2, 3, 16, 16)}))
     kinds = kinds_by_name(graph)
     assert len({kinds[f"stages.0.blocks.{index}"] for index in range(3)}) == 1
     assert len({kinds[f"stages.1.blocks.{index}"] for index in range(5)}) == 1
@@ -253,7 +255,8 @@ def test_a_random_draw_is_sent_not_drawn_again() -> None:
 
     graph = layers_of((Noisy(), {"x": torch.randn(2, 8)}))
     noise = [edge for edge in graph.edges if not edge.differentiable]
-    assert [(edge.source, edge.targets) for edge in noise] == [(0, (1, 2))]
+    # Made where it is first read: it is added to the first block's output just before the second.
+    assert [(edge.source, edge.targets) for edge in noise] == [(1, (2,))]
 
 
 def test_running_statistics_stay_beside_their_norm() -> None:
