@@ -35,17 +35,22 @@ DEFAULT_KIND = "A100-80GB-SXM"
 HARDWARE = Path(__file__).parent / "cost_models" / "hardware"
 _LEGAL = "8, 8xH100, 2x8xA100-80GB (nodes x GPUs a node x kind), 4xcpu, or a cluster file (.toml)"
 _PRESET = re.compile(r"(?:(?P<nodes>[+-]?\d+)x)?(?P<gpus>[+-]?\d+)x(?P<kind>\D.*|\d{4})", re.IGNORECASE)
-_LINK_FIELDS = ("name", "bytes_per_s", "gbit_per_s", "latency_s")
+_LINK_FIELDS = ("name", "bytes_per_s", "gbit_per_s", "latency_s", "peers")
 _EFFICIENCIES = ("gemm", "attention_forward", "attention_backward", "memory")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Link:
-    """``bytes_per_s`` is what one GPU can send in one direction; ``latency_s`` is the alpha of one message."""
+    """``bytes_per_s`` is what one GPU can send in one direction; ``latency_s`` is the alpha of one message.
+
+    ``peers``: over how many neighbours the GPU's wires are divided where no switch joins them (DGX-1's mesh): one
+    pair has a part of the bandwidth only. 0: any pair has all of it.
+    """
 
     name: str
     bytes_per_s: float
     latency_s: float
+    peers: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -261,6 +266,7 @@ def _machine_from(data: Mapping[str, Any], *, where: str) -> _Machine:
             name=str(node[key]["name"]),
             bytes_per_s=_number(node[key], "bytes_per_s", where),
             latency_s=_number(node[key], "latency_s", where),
+            peers=int(node[key].get("peers", 0)),
         )
         for key in ("intra", "inter")
     }
@@ -353,6 +359,8 @@ def _file_link(described: object, default: Link, *, field: str, where: str) -> L
     changes: dict[str, Any] = {key: _number(described, key, place) for key in described if key != "name"}
     if "gbit_per_s" in changes:
         changes["bytes_per_s"] = changes.pop("gbit_per_s") * 1e9 / 8
+    if "peers" in changes:
+        changes["peers"] = int(changes["peers"])
     if "name" in described:
         changes["name"] = str(described["name"])
     elif changes:

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING
 
 from autoplan.cluster import Cluster, Link
 from autoplan.cost_models.compute import OperatorTime
+from autoplan.cost_models.software import EAGER, Software
 
 if TYPE_CHECKING:
     from autoplan.layers.types import LayerKind
@@ -73,7 +74,7 @@ def group_on(cluster: Cluster, *, size: int, stride: int) -> Fabric:
     return Fabric(
         local=local,
         nodes=nodes,
-        intra=_derated(cluster.intra, _INTRA_EFFICIENCY),
+        intra=_derated(cluster.intra, _INTRA_EFFICIENCY * _wired_share(cluster.intra, local)),
         inter=_derated(cluster.inter, _INTER_EFFICIENCY),
     )
 
@@ -125,7 +126,7 @@ def send_s(cluster: Cluster, bytes_: float, distance: int, *, source: int | None
     width = cluster.gpus_per_node
     far = distance >= width if source is None else source // width != (source + distance) // width
     link, efficiency = (cluster.inter, _INTER_EFFICIENCY) if far else (cluster.intra, _INTRA_EFFICIENCY)
-    return _BASE_S + link.latency_s + bytes_ / (link.bytes_per_s * efficiency)
+    return _BASE_S + link.latency_s + bytes_ / (link.bytes_per_s * efficiency * _wired_share(link, 2))
 
 
 def boundary_send_s(cluster: Cluster, bytes_: float, *, stage: int, distance: int) -> float:
@@ -137,8 +138,11 @@ def boundary_send_s(cluster: Cluster, bytes_: float, *, stage: int, distance: in
     return max(send_s(cluster, bytes_, distance, source=rank) for rank in edges)
 
 
-def tensor_time(kind: LayerKind, cluster: Cluster, *, degree: int, micro_batch: int) -> OperatorTime:
-    """Seconds of the kind's collectives over the tensor axis; nothing hides them (the next operator waits)."""
+def tensor_time(
+    kind: LayerKind, cluster: Cluster, *, degree: int, micro_batch: int, software: Software = EAGER
+) -> OperatorTime:
+    """Seconds of the kind's collectives over the tensor axis that show: the next operator waits for them, unless the
+    software hides a share (``tensor_overlap``)."""
     group = Group(size=degree, stride=1)
     price = {
         "all_reduce": all_reduce_s,
@@ -150,7 +154,13 @@ def tensor_time(kind: LayerKind, cluster: Cluster, *, degree: int, micro_batch: 
     for collective in kind.collectives:
         full = collective.bytes_per_sample * (micro_batch if collective.batched else 1)
         seconds[collective.phase] += price[collective.name](cluster, group, full)
-    return OperatorTime(forward_s=seconds["forward"], backward_s=seconds["backward"])
+    shown = 1.0 - software.tensor_overlap
+    return OperatorTime(forward_s=shown * seconds["forward"], backward_s=shown * seconds["backward"])
+
+
+def _wired_share(link: Link, local: int) -> float:
+    """Share of a GPU's wires that lead to the ``local`` ranks of a group, where no switch joins them."""
+    return min(1.0, max(local - 1, 1) / link.peers) if link.peers else 1.0
 
 
 def _derated(link: Link, efficiency: float) -> Link:

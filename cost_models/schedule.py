@@ -52,29 +52,31 @@ def simulate(
     stages = len(actions)
     sends = tuple(send_s) or (0.0,) * (stages - 1)
     tails = tuple(tail_s) or (0.0,) * stages
-    ends: dict[Action, float] = {}
-    clocks = [0.0] * stages
-    done = [0] * stages
-    events: list[list[Event]] = [[] for _ in actions]
+    # ends[kind][stage][micro_batch]: when that action is done.
+    ends: dict[str, list[dict[int, float]]] = {kind: [{} for _ in actions] for kind in ("F", "B")}
     seconds = {"F": forward_s, "B": backward_s}
-    while any(done[s] < len(actions[s]) for s in range(stages)):
+    clocks = [0.0] * stages
+    events: list[list[Event]] = [[] for _ in actions]
+    waiting = set(range(stages))
+    while waiting:
         moved = False
-        for stage in range(stages):
-            while done[stage] < len(actions[stage]):
-                action = actions[stage][done[stage]]
-                ready = _ready_s(action, ends, sends, stages)
+        for stage in sorted(waiting):
+            lane = events[stage]
+            for action in actions[stage][len(lane) :]:
+                ready = _ready_s(action, ends, sends)
                 if ready is None:
                     break
                 start = max(clocks[stage], ready)
-                clocks[stage] = ends[action] = start + seconds[action.kind][stage]
-                events[stage].append(Event(action=action, start_s=start, end_s=clocks[stage]))
-                done[stage] += 1
+                end = start + seconds[action.kind][stage]
+                clocks[stage] = ends[action.kind][stage][action.micro_batch] = end
+                lane.append(Event(action=action, start_s=start, end_s=end))
                 moved = True
-        if not moved:
-            stuck = [str(actions[s][done[s]]) for s in range(stages) if done[s] < len(actions[s])]
-            raise StrategyError(f"the schedule deadlocks: {', '.join(stuck)} wait on each other")
-    finish = [clock + tail for clock, tail in zip(clocks, tails, strict=True)]
-    step = max(finish)
+            if len(lane) == len(actions[stage]):
+                waiting.discard(stage)
+        if not moved and waiting:
+            stuck = ", ".join(str(actions[stage][len(events[stage])]) for stage in sorted(waiting))
+            raise StrategyError(f"the schedule deadlocks: {stuck} wait on each other")
+    step = max(clock + tail for clock, tail in zip(clocks, tails, strict=True))
     busy = sum(event.end_s - event.start_s for lane in events for event in lane) + sum(tails)
     return Timeline(
         step_s=step,
@@ -83,18 +85,18 @@ def simulate(
     )
 
 
-def _ready_s(action: Action, ends: dict[Action, float], sends: Sequence[float], stages: int) -> float | None:
-    """When the action's input is there, or None while its producer has not run."""
+def _ready_s(action: Action, ends: dict[str, list[dict[int, float]]], sends: Sequence[float]) -> float | None:
+    """When the action's inputs are there, or None while a producer has not run."""
     stage, kind, micro_batch = action
     if kind == "F":
         if stage == 0:
             return 0.0
-        end = ends.get(Action(stage - 1, "F", micro_batch))
+        end = ends["F"][stage - 1].get(micro_batch)
         return None if end is None else end + sends[stage - 1]
-    own = ends.get(Action(stage, "F", micro_batch))
-    if own is None or stage == stages - 1:
+    own = ends["F"][stage].get(micro_batch)
+    if own is None or stage == len(sends):
         return own
-    end = ends.get(Action(stage + 1, "B", micro_batch))
+    end = ends["B"][stage + 1].get(micro_batch)
     return None if end is None else max(own, end + sends[stage])
 
 

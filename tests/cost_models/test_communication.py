@@ -62,6 +62,14 @@ def test_rails_add_up_across_nodes() -> None:
     assert single == pytest.approx(2 * 1 / 2 * 2**30 / 22.5e9, rel=0.02)
 
 
+def test_without_a_switch_a_pair_has_a_part_of_the_wires() -> None:
+    # DGX-1's mesh: six links to four neighbours.
+    mesh = Cluster.parse("8xV100-32GB")
+    pair, node = (2 * (n - 1) / n * 1e9 / all_reduce_s(mesh, Group(size=n, stride=1), 1e9) for n in (2, 8))
+    assert pair == pytest.approx(node / 4, rel=0.02)
+    assert send_s(mesh, 1e9, 1) == pytest.approx(1e9 / (0.8 * 150e9 / 4), rel=0.01)
+
+
 def test_small_messages_cost_latency_that_grows_with_the_logarithm_of_the_nodes() -> None:
     few, many = (all_reduce_s(Cluster.parse(f"{n}x8xH100"), Group(size=n, stride=8), 1024) for n in (4, 256))
     assert few < many < 5 * few

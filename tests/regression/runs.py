@@ -1,6 +1,6 @@
 """Published runs as data, and what the cost models say of each.
 
-``data/measurements.csv`` holds the dense runs of five sources that state micro-batch, degrees and step time, with the
+``data/measurements.csv`` holds the dense runs of eight sources that state micro-batch, degrees and step time, with the
 place where each was read. Left out: rows whose source or transcription is marked suspect, mixtures of experts, context
 parallelism, and torchtitan's row-wise fp8 (its authors flag that baseline as slow). ``layer_times.csv`` and
 ``analytic_memory.csv`` are Korthikanti et al. 2022's tables.
@@ -20,13 +20,15 @@ from autoplan.cost_models.compute import OperatorTime, layer_time, operator_time
 from autoplan.cost_models.data_parallel import DataParallelTime, data_parallel_time
 from autoplan.cost_models.memory import count_elements, recipe, stage_memory
 from autoplan.cost_models.schedule import simulate
-from autoplan.cost_models.software import COMPILED, EAGER, EAGER_FLASH_1, Software
+from autoplan.cost_models.software import COMPILED, EAGER, EAGER_FLASH_1, TRANSFORMER_ENGINE, Software
 from autoplan.layers.types import LayerKind
 from autoplan.plan import Strategy
 from tests.regression.transformer import Shape, block, embedding, head
 
 DATA = Path(__file__).parent / "data"
-FSDP = ("llm_foundry", "torchtitan")  # these overlap the data axis with compute; Megatron of 2021 and 2022 does not
+FSDP = ("llm_foundry", "torchtitan")
+OVERLAPPING = (*FSDP, "nemo_24")  # the data axis runs beside the compute; in Megatron of 2021 and 2022 it did not
+FUSED_ATTENTION = (*FSDP, "nemo_24")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,10 +72,10 @@ def _run(row: dict[str, str]) -> Run:
         data=count("dp"),
         tensor=count("tp"),
         pipeline=count("pp"),
-        zero_stage=count("zero_stage", 0),
+        zero_stage=count("zero_stage", 1 if row["source"] == "nemo_24" else 0),
         micro_batch_size=count("micro_batch"),
         micro_batches=count("global_batch") // (count("dp") * count("micro_batch")),
-        sequence_parallel=row["sequence_parallel"] == "1",
+        sequence_parallel=row["sequence_parallel"] == "1" or row["source"] == "nemo_24",
     )
     fsdp = row["source"] in FSDP
     shape = Shape(
@@ -81,8 +83,8 @@ def _run(row: dict[str, str]) -> Run:
         kv_heads=count("kv_heads", count("heads")),
         head_dim=count("head_dim", 0),
         family=row["family"],
-        flash=fsdp,
-        dropout=not fsdp,
+        flash=row["source"] in FUSED_ATTENTION,
+        dropout=row["source"] not in FUSED_ATTENTION,
         tensor=strategy.tensor,
         sequence_parallel=strategy.sequence_parallel,
         dtype=row["precision"],
@@ -107,6 +109,8 @@ def _run(row: dict[str, str]) -> Run:
 def _software(row: dict[str, str]) -> Software:
     if row["source"] == "llm_foundry":
         return EAGER_FLASH_1
+    if row["source"] == "nemo_24":
+        return TRANSFORMER_ENGINE
     return COMPILED if "compile" in row["notes"].lower() else EAGER
 
 
@@ -135,7 +139,9 @@ def predict_step_s(run: Run) -> float:
     tails = [share.step_s + _optimizer_s(run, kinds) for share, kinds in zip(shares, stages, strict=True)]
     pipeline = run.strategy.pipeline
     width = run.strategy.data * run.strategy.tensor
-    row = 2.0 * run.strategy.micro_batch_size * run.shape.seq * run.shape.hidden / run.shape.spread
+    # Megatron sends each tensor rank's part and gathers it over NVLink (Narayanan et al. 2021, section 4.1).
+    parts = run.shape.spread if run.source == "bloom_grid" else run.strategy.tensor
+    row = 2.0 * run.strategy.micro_batch_size * run.shape.seq * run.shape.hidden / parts
     sends = [boundary_send_s(run.cluster, row, stage=s, distance=width) for s in range(pipeline - 1)]
     if run.virtual > 1:
         return _interleaved_s(run, times, sends) + max(tails)
@@ -151,10 +157,10 @@ def predict_step_s(run: Run) -> float:
 
 def _interleaved_s(run: Run, times: list[OperatorTime], sends: list[float]) -> float:
     """Narayanan et al. 2021, section 2.2: v chunks a stage divide the bubble by v and multiply the sends; one send
-    each way of each chunk can't hide behind the chunk before it."""
+    each way of each chunk can't hide behind the chunk before it, except where software of 2024 overlaps them."""
     totals = [t.total_s for t in times]
     m, v = run.strategy.micro_batches, run.virtual
-    exposed = 2 * max(sends) * m * v if sends else 0.0
+    exposed = 0.0 if run.source in OVERLAPPING else 2 * max(sends, default=0.0) * m * v
     return m * max(totals) + (sum(totals) - max(totals)) / v + exposed
 
 
@@ -180,7 +186,9 @@ def _stage_time(run: Run, kinds: list[LayerKind]) -> OperatorTime:
     for kind in kinds:
         if id(kind) not in priced:
             compute = layer_time(kind, device, micro_batch=samples, software=run.software)
-            tensor = tensor_time(kind, run.cluster, degree=run.strategy.tensor, micro_batch=samples)
+            tensor = tensor_time(
+                kind, run.cluster, degree=run.strategy.tensor, micro_batch=samples, software=run.software
+            )
             policy = run.recompute if kind.collectives or len(kind.operators) > 5 else "none"
             again = _again_s(run, kind, policy)
             again += tensor.forward_s if policy == "full" else 0.0
@@ -205,7 +213,7 @@ def _again_s(run: Run, kind: LayerKind, policy: str) -> float:
 
 def _data_time(run: Run, kinds: list[LayerKind], time: OperatorTime) -> DataParallelTime:
     elements = count_elements(kinds).total
-    overlaps = run.source in FSDP
+    overlaps = run.source in OVERLAPPING
     return data_parallel_time(
         run.cluster,
         strategy=run.strategy,
