@@ -257,7 +257,7 @@ def _bind_keywords(
             attempt="name the batch's entries as forward does, or pass a tuple",
         )
     model_names, takes_any = _names(_signature(model))
-    loss_names, loss_takes_any = _names(inspect.signature(_callee(loss_fn))) if loss_fn is not None else ([], False)
+    loss_names, loss_takes_any = _names(_loss_signature(loss_fn)) if loss_fn is not None else ([], False)
     kwargs = {key: value for key, value in batch.items() if key in model_names}
     rest = {key: value for key, value in batch.items() if key not in kwargs}
     for_loss = {key: value for key, value in rest.items() if key in loss_names}
@@ -315,17 +315,17 @@ def _names(signature: inspect.Signature) -> tuple[list[str], bool]:
     return named, any(p.kind is p.VAR_KEYWORD for p in parameters)
 
 
-def _required(loss_fn: Callable[..., Any]) -> list[str]:
+def _loss_signature(loss_fn: Callable[..., Any]) -> inspect.Signature:
+    """What loss_fn takes; torch's built-in functions do not say, and are given the output alone."""
     try:
-        parameters = inspect.signature(_callee(loss_fn)).parameters.values()
+        return inspect.signature(_callee(loss_fn))
     except (TypeError, ValueError):
-        raise CaptureError(
-            f"loss_fn {loss_fn!r} has no readable signature",
-            where="loss_fn",
-            legal="a Python function or an nn.Module",
-            attempt="lambda output, target: ... around it",
-        ) from None
+        return inspect.Signature([inspect.Parameter("output", inspect.Parameter.POSITIONAL_ONLY)])
+
+
+def _required(loss_fn: Callable[..., Any]) -> list[str]:
     positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    parameters = _loss_signature(loss_fn).parameters.values()
     required = [p.name for p in parameters if p.kind in positional and p.default is p.empty]
     if not required:
         raise CaptureError(

@@ -176,7 +176,8 @@ def _plain_meta(meta: dict[str, Any], names: Names, root_class: str) -> dict[str
     plain = {key: meta[key] for key in _KEPT_META if key in meta}
     stack = {}
     for key, (path, module_class) in meta.get("nn_module_stack", {}).items():
-        if path:  # the wrapper itself has none
+        # the wrapper has no path, and torch fills stacks of its own nodes with a name of no module
+        if path.partition(".")[0] in (MODEL_PREFIX, LOSS_PREFIX):
             stack[key] = (names.user(path), module_class)
     if not stack and "nn_module_stack" in meta:
         stack[""] = ("", root_class)
