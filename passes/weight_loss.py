@@ -31,12 +31,14 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx import Graph, GraphModule, Node
 from torch.fx.node import map_arg
 
 from autoplan.capture.batch_losses import LOSSES, MEAN, SUM, counted_elements
 from autoplan.capture.batch_memory import Memory, writes
 from autoplan.capture.batch_state import Sizes, bound, short_name
+from autoplan.capture.coupling import loss_node
 from autoplan.capture.loss import Constant, Site, decompose
 from autoplan.capture.types import Capture, InputSpec, LossTerm
 from autoplan.errors import CaptureError
@@ -69,15 +71,27 @@ def weight_loss(capture: Capture) -> WeightedLoss:
 class _Writer:
     """Adds nodes in place of others, with their values' shapes and the user's source lines."""
 
-    def __init__(self, graph: Graph) -> None:
+    def __init__(self, graph: Graph, original: GraphModule) -> None:
         self.graph = graph
+        values = [node.meta.get("val") for node in original.graph.nodes]
+        self.fake = (
+            next((value.fake_mode for value in values if isinstance(value, FakeTensor)), None) or FakeTensorMode()
+        )
 
     def call(self, target: Callable[..., Any], *args: Any, like: Node, **kwargs: Any) -> Node:
         node = self.graph.call_function(target, args, kwargs)
         for key in ("stack_trace", "nn_module_stack", "torch_fn", "from_node"):
             if key in like.meta:
                 node.meta[key] = like.meta[key]
-        node.meta["val"] = target(*map_arg(args, _value), **map_arg(kwargs, _value))
+        with self.fake:
+            node.meta["val"] = target(*map_arg(args, _value), **map_arg(kwargs, _value))
+        return node
+
+    def number(self, size: Node, like: Node) -> Node:
+        """A size as a float64 tensor. Its value is not computed here: that would fix the symbolic batch for good."""
+        node = self.graph.call_function(aten.scalar_tensor.default, (size,), {"dtype": torch.float64})
+        node.meta.update({key: value for key, value in like.meta.items() if key != "val"})
+        node.meta["val"] = self.fake.from_tensor(torch.empty((), dtype=torch.float64))
         return node
 
     def cast(self, node: Node, dtype: torch.dtype, like: Node) -> Node:
@@ -95,10 +109,10 @@ def _contribution(
 ) -> GraphModule:
     graph = Graph()
     copies: dict[Node, Node] = {}
-    result = graph.graph_copy(original.graph, copies)
-    loss = result[0] if isinstance(result, (tuple, list)) else result
-    writer = _Writer(graph)
-    totals = _add_totals(graph, [copies[site.node] for site in sites])
+    graph.graph_copy(original.graph, copies)
+    loss = copies[loss_node(original)]
+    writer = _Writer(graph, original)
+    totals = _add_totals(writer, len(sites), loss.meta["val"])
     output = graph.output(loss)
     copies[original.graph.output_node()] = output
 
@@ -120,16 +134,15 @@ def _contribution(
     return _with_graph(original, graph)
 
 
-def _add_totals(graph: Graph, likes: list[Node]) -> list[Node]:
+def _add_totals(writer: _Writer, count: int, loss: Tensor) -> list[Node]:
     """``loss_total_k`` placeholders after the batch's."""
     totals = []
-    last = [node for node in graph.nodes if node.op == "placeholder"][-1]
-    for index, like in enumerate(likes):
-        with graph.inserting_after(last):
-            last = graph.placeholder(f"loss_total_{index}")
-        value = like.meta.get("val")
-        sample = value if isinstance(value, Tensor) else next(n for n in graph.nodes if _is_tensor(n)).meta["val"]
-        last.meta["val"] = sample.new_empty((), dtype=torch.float64)
+    last = [node for node in writer.graph.nodes if node.op == "placeholder"][-1]
+    for index in range(count):
+        with writer.graph.inserting_after(last):
+            last = writer.graph.placeholder(f"loss_total_{index}")
+        with writer.fake:
+            last.meta["val"] = torch.empty((), dtype=torch.float64, device=loss.device)
         totals.append(last)
     return totals
 
@@ -270,7 +283,7 @@ def _weights(
 ) -> GraphModule:
     """Each term's weight in a part, from the part's inputs alone."""
     graph = Graph()
-    writer = _Writer(graph)
+    writer = _Writer(graph, original)
     copies = {node: graph.node_copy(node) for node in original.graph.nodes if node.op == "placeholder"}
     memory = Memory(original)
     wanted = [operand for site in sites for operand in _weight_operands(site)]
@@ -330,7 +343,7 @@ def _count_targets(writer: _Writer, target: Node, weight: Node | None, ignore: i
 def _as_float64(writer: _Writer, node: Node, like: Node) -> Node:
     if isinstance(node.meta["val"], Tensor):
         return writer.cast(node, torch.float64, like)
-    return writer.call(aten.scalar_tensor.default, node, dtype=torch.float64, like=like)
+    return writer.number(node, like)
 
 
 def _number(writer: _Writer, value: float, like: Node) -> Node:
