@@ -13,15 +13,12 @@ from torch import Tensor, nn
 
 from autoplan.capture import capture
 from autoplan.layers import LayerGraph, build_layers
-from tests.layers.oracles import assert_sound
+from tests.layers.graphs import small, traced
 from tests.support import models
 
 
 def layers_of(built: tuple[nn.Module, models.Batch]) -> LayerGraph:
-    captured = capture(*built)
-    graph = build_layers(captured)
-    assert_sound(captured, graph)
-    return graph
+    return traced(*built).graph
 
 
 def kinds_by_name(graph: LayerGraph) -> dict[str, int]:
@@ -32,22 +29,21 @@ def kinds_by_name(graph: LayerGraph) -> dict[str, int]:
 
 
 def test_gpt2_is_embedding_equal_blocks_and_head() -> None:
-    graph = layers_of(models.tiny_gpt2(layers=4))
-    blocks = [f"transformer.h.{index}" for index in range(4)]
+    graph = small("tiny_gpt2").graph
+    blocks = [f"transformer.h.{index}" for index in range(3)]
     assert [layer.name for layer in graph.layers] == ["transformer.wte", *blocks, "lm_head"]
-    assert [layer.kind for layer in graph.layers] == [0, 1, 1, 1, 1, 2]
+    assert [layer.kind for layer in graph.layers] == [0, 1, 1, 1, 2]
 
 
 def test_llama_blocks_are_one_kind_though_rotary_tables_are_shared() -> None:
-    graph = layers_of(models.tiny_llama(layers=3))
+    graph = small("tiny_llama").graph
     assert [layer.kind for layer in graph.layers] == [0, 1, 1, 1, 2]
     # The tables depend on no parameter: each stage makes its own, so nothing but the residual stream crosses.
     assert [(edge.source, edge.targets) for edge in graph.edges] == [(i, (i + 1,)) for i in range(4)]
 
 
 def test_nodes_of_equal_kinds_correspond_one_to_one() -> None:
-    captured = capture(*models.tiny_gpt2(layers=3))
-    graph = build_layers(captured)
+    captured, graph = small("tiny_gpt2").capture, small("tiny_gpt2").graph
     nodes = {node.name: node for node in captured.graph_module.graph.nodes}
     _, first, second, *_ = graph.layers
     assert first.kind == second.kind
@@ -58,7 +54,7 @@ def test_nodes_of_equal_kinds_correspond_one_to_one() -> None:
 
 
 def test_t5_first_blocks_differ_and_the_encoder_feeds_every_decoder_block() -> None:
-    graph = layers_of(models.tiny_t5(layers=3))
+    graph = small("tiny_t5").graph
     kinds = kinds_by_name(graph)
     # Only block 0 owns the relative position bias; the others read it.
     assert kinds["encoder.block.0"] != kinds["encoder.block.1"] == kinds["encoder.block.2"]
@@ -139,7 +135,7 @@ def test_unet_layers_are_convolutions_with_their_norms_and_skips_are_edges() -> 
 
 
 def test_a_model_without_repetition_is_cut_where_few_bytes_cross() -> None:
-    graph = layers_of(models.small_cnn())
+    graph = small("small_cnn").graph
     assert [layer.name for layer in graph.layers] == ["conv_1", "conv_2", "conv_3", "head"]
     # conv_2's layer ends after its pool, where a quarter of the bytes crosses: [16, 2, 2] in float32.
     assert [edge.bytes_per_sample for edge in graph.edges] == [8 * 8 * 8 * 4, 16 * 2 * 2 * 4, 16 * 2 * 2 * 4]
@@ -205,21 +201,15 @@ def test_stages_of_a_hierarchical_network_open_to_their_blocks() -> None:
 # ---------------------------------------------------------------------------------------- parameters
 
 
-@pytest.mark.parametrize(
-    "build",
-    [models.nano_gpt, models.tiny_gpt2, models.tiny_llama, models.tiny_t5, models.small_cnn, models.mlp],
-    ids=lambda build: build.__name__,
-)
-def test_parameters_are_the_models(build: object) -> None:
-    assert callable(build)
-    model, batch = build()
-    graph = layers_of((model, batch))
+@pytest.mark.parametrize("name", ["nano_gpt", "tiny_gpt2", "tiny_llama", "tiny_t5", "small_cnn", "mlp"])
+def test_parameters_are_the_models(name: str) -> None:
+    model, graph = small(name).model, small(name).graph
     assert graph.parameters == sum(parameter.numel() for parameter in model.parameters())
     assert graph.trainable_parameters == graph.parameters
 
 
 def test_a_tied_embedding_is_shared_by_its_first_name() -> None:
-    graph = layers_of(models.nano_gpt())
+    graph = small("nano_gpt").graph
     first, last = graph.layers[0], graph.layers[-1]
     assert "wte.weight" in first.parameters and "wte.weight" in last.parameters
     for layer in (first, last):
@@ -260,9 +250,7 @@ def test_a_random_draw_is_sent_not_drawn_again() -> None:
 
 
 def test_running_statistics_stay_beside_their_norm() -> None:
-    captured = capture(*models.batch_norm_cnn())
-    graph = build_layers(captured)
-    assert_sound(captured, graph)
+    captured, graph = small("batch_norm_cnn").capture, small("batch_norm_cnn").graph
     layer_of = {name: layer.name for layer in graph.layers for name in layer.nodes}
     nodes = captured.graph_module.graph.nodes
     counters = [node.name for node in nodes if str(node.target) == "aten.add_.Tensor"]
@@ -290,25 +278,25 @@ def test_the_layer_of_the_loss_is_last_whatever_is_left_unread() -> None:
 
 def test_fingerprint_ignores_weights_batch_size_and_device() -> None:
     with torch.device("meta"):
-        on_meta = models.NanoGPT()
-    one, two = models.nano_gpt(), models.nano_gpt(samples=2)
+        on_meta = models.NanoGPT(layers=3)
+    one, two = models.nano_gpt(layers=3), models.nano_gpt(layers=3, samples=2)
     torch.nn.init.ones_(two[0].wte.weight)  # type: ignore[union-attr, arg-type]
     prints = {build_layers(capture(*built)).fingerprint for built in (one, two, (on_meta, one[1]))}
     assert len(prints) == 1
 
 
-@pytest.mark.parametrize("other", [{"layers": 3}, {"hidden": 64}, {"heads": 2}])
+@pytest.mark.parametrize("other", [{"layers": 2}, {"hidden": 64}, {"heads": 2}])
 def test_fingerprint_tells_models_apart(other: dict[str, int]) -> None:
-    model, batch = models.nano_gpt()
-    changed = models.NanoGPT(**other)
-    assert build_layers(capture(model, batch)).fingerprint != build_layers(capture(changed, batch)).fingerprint
+    one = small("nano_gpt")
+    changed = models.NanoGPT(**{"layers": 3, **other})
+    assert build_layers(capture(changed, one.batch)).fingerprint != one.graph.fingerprint
 
 
 def test_fingerprint_is_equal_in_every_process() -> None:
     script = (
         "from tests.support import models\nfrom autoplan.capture import capture\n"
-        "from autoplan.layers import build_layers\nprint(build_layers(capture(*models.nano_gpt())).fingerprint)"
+        "from autoplan.layers import build_layers\nprint(build_layers(capture(*models.nano_gpt(layers=3))).fingerprint)"
     )
     environment = {**os.environ, "PYTHONHASHSEED": "7", "PYTHONPATH": os.getcwd()}
     found = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True, check=True)
-    assert found.stdout.split()[-1] == build_layers(capture(*models.nano_gpt())).fingerprint
+    assert found.stdout.split()[-1] == small("nano_gpt").graph.fingerprint
