@@ -32,6 +32,16 @@ def minimise(model: PairwiseModel, followers: set[int] = frozenset()) -> list[in
     return merged.expand(choices)
 
 
+class _QuietHiGHS(pulp.HiGHS):
+    """PuLP's HiGHS prints a banner on the first option it sets."""
+
+    def createAndConfigureSolver(self, lp: pulp.LpProblem) -> None:
+        lp.solverModel = highspy.Highs()
+        lp.solverModel.silent()
+        for option, value in (("mip_rel_gap", 0.0), ("mip_abs_gap", 0.0), ("threads", 1)):
+            lp.solverModel.setOptionValue(option, value)
+
+
 def _solve(model: PairwiseModel) -> list[int] | None:
     problem = pulp.LpProblem("tensor_parallel", pulp.LpMinimize)
     objective: list[tuple[pulp.LpVariable, float]] = []
@@ -49,7 +59,7 @@ def _solve(model: PairwiseModel) -> list[int] | None:
         objective += _add_pair(problem, chosen, pair, table)
     problem += _sum(objective)
     highspy.Highs.resetGlobalScheduler(True)  # HiGHS keeps one thread count a process; others may have set another
-    problem.solve(pulp.HiGHS(msg=False, threads=1, gapRel=0.0))
+    problem.solve(_QuietHiGHS(msg=False, threads=1, gapRel=0.0))
     if problem.sol_status != pulp.LpSolutionOptimal:
         return None
     return [max(columns, key=lambda choice: columns[choice].value() or 0.0) for columns in chosen]

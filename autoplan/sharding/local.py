@@ -9,8 +9,8 @@ from torch.fx import Node
 
 from autoplan.layers.types import Attention, Collective, Gemm, LayerKind, Operator, Parameter
 from autoplan.sharding.conversions import Step, steps
+from autoplan.sharding.layer_view import LayerView
 from autoplan.sharding.placements import REPLICATE, Placement, Shard
-from autoplan.sharding.problem import LayerView
 from autoplan.sharding.rules import Option
 
 Chosen = Mapping[Node, Option]

@@ -9,7 +9,8 @@ Objective, in microseconds of one sample:
 The memory term states what the tensor axis is for: a layer's parameters, all replicated, are worth
 :data:`MEMORY_WEIGHT` all-reduces of the widest value that enters or leaves the layer, in proportion to their elements.
 So matrices are split wherever that costs a few all-reduces, norms and biases never by gathering activations, at any
-size of model; saved activations likewise, at :data:`ACTIVATION_WEIGHT`. Whether splitting pays at all is the planner's question, which compares degrees by predicted times.
+size of model; saved activations likewise, at :data:`ACTIVATION_WEIGHT`. Whether splitting pays at all is the planner's
+question, which compares degrees by predicted times.
 """
 
 from __future__ import annotations
@@ -25,31 +26,18 @@ from torch.fx import Node
 from autoplan.layers.types import Operator
 from autoplan.sharding.candidates import Candidates
 from autoplan.sharding.conversions import steps, without_gradient
+from autoplan.sharding.layer_view import LayerView
+from autoplan.sharding.local import local_operator
 from autoplan.sharding.model import PairwiseModel
-from autoplan.sharding.operation import GraphFacts, sample_bytes
+from autoplan.sharding.operation import GraphFacts
 from autoplan.sharding.placements import REPLICATE, Placement, Replicate, Shard
 from autoplan.sharding.pricing import Pricing
 from autoplan.sharding.rules import Option
 
 MEMORY_WEIGHT = 20.0
-ACTIVATION_WEIGHT = 4.0
+ACTIVATION_WEIGHT = 1.0
 _MICROSECONDS = 1e6
 _INTERNAL = {"add_after_reduce": 1}  # forms that all-reduce their own result
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LayerView:
-    """One layer in the graph: its nodes and operators in step, and the values that other layers read."""
-
-    facts: GraphFacts
-    nodes: tuple[Node, ...]
-    operators: tuple[Operator, ...]
-    exported: frozenset[Node]
-    batch_size: int
-    dynamic: bool
-
-    def bytes_of(self, node: Node) -> tuple[float, bool]:
-        return sample_bytes(node, batch_size=self.batch_size, dynamic=self.dynamic)
 
 
 @dataclass(slots=True)
@@ -66,15 +54,15 @@ class Problem:
 def build_problem(view: LayerView, found: Candidates, pricing: Pricing, fixed: Mapping[Node, Placement]) -> Problem:
     """The problem of one layer; ``fixed`` parameters are stored as said (tied ones must agree over layers)."""
     problem = Problem(options=dict(found.options), stored=dict(found.stored))
-    degree = view.facts.degree
     reference_us = _MICROSECONDS * pricing.collective_s("all_reduce", _widest_bytes(view, found))
     waste = MEMORY_WEIGHT * reference_us / (sum(_elements(view.facts, node) for node in found.stored) or 1)
     kept = ACTIVATION_WEIGHT * reference_us / (sum(operator.saved_bytes for operator in view.operators) or 1)
+    kept_us = {node: kept * operator.saved_bytes for node, operator in zip(view.nodes, view.operators, strict=True)}
     for node, operator in zip(view.nodes, view.operators, strict=True):
-        seconds = pricing.operator_s(operator)
         costs = [
-            _MICROSECONDS * (seconds / (degree if option.split else 1) + _internal_s(view, node, option, pricing))
-            + (0.0 if option.keeps_share else kept * operator.saved_bytes)
+            _MICROSECONDS
+            * (_operator_s(view, node, operator, option, pricing) + _internal_s(view, node, option, pricing))
+            + (0.0 if option.keeps_share else kept_us[node])
             for option in found.options[node]
         ]
         problem.variable[node] = problem.model.variable(costs)
@@ -85,15 +73,15 @@ def build_problem(view: LayerView, found: Candidates, pricing: Pricing, fixed: M
         elements = _elements(view.facts, node)
         costs = [waste * elements if isinstance(state, Replicate) else 0.0 for state in problem.stored[node]]
         problem.variable[node] = problem.model.variable(costs)
-    _Edges(view, problem, pricing).add()
+    _Edges(view, problem, pricing, kept_us).add()
     return problem
 
 
 class _Edges:
     """Conversions between a value's maker and its readers."""
 
-    def __init__(self, view: LayerView, problem: Problem, pricing: Pricing) -> None:
-        self.view, self.problem, self.pricing = view, problem, pricing
+    def __init__(self, view: LayerView, problem: Problem, pricing: Pricing, kept_us: Mapping[Node, float]) -> None:
+        self.view, self.problem, self.pricing, self.kept_us = view, problem, pricing, kept_us
 
     def add(self) -> None:
         readers: dict[Node, dict[Node, list[int]]] = defaultdict(lambda: defaultdict(list))
@@ -154,7 +142,9 @@ class _Edges:
             return float("inf")
         size, _ = self.view.bytes_of(value)
         names = [name for step in path for name in (step.forward, step.backward) if name]
-        return _MICROSECONDS * sum(self.pricing.collective_s(name, size) for name in names)
+        gathered = bool(path) and isinstance(source, Shard)  # the whole is then what the backward keeps
+        kept = self.kept_us.get(value, 0.0) if gathered else 0.0
+        return kept + _MICROSECONDS * sum(self.pricing.collective_s(name, size) for name in names)
 
     def _unary(self, value: Node, target: Placement) -> None:
         costs = np.array([self._cost(value, source, target) for source in self._sources(value)])
@@ -179,6 +169,10 @@ class _Edges:
 def _elements(facts: GraphFacts, node: Node) -> int:
     parameter = facts.parameter(node)
     return 0 if parameter is None else parameter.numel()
+
+
+def _operator_s(view: LayerView, node: Node, operator: Operator, option: Option, pricing: Pricing) -> float:
+    return pricing.operator_s(local_operator(view, node, operator, option, whole=False))
 
 
 def _internal_s(view: LayerView, node: Node, option: Option, pricing: Pricing) -> float:

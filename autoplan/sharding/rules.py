@@ -237,6 +237,8 @@ class Pointwise(Rule):
             return len(operation.operands) == 2
         if operation.key in ("mul", "div"):
             return set(operation.slots) == {"self"}
+        if operation.key in ("to", "type_as"):  # a narrower type would round the summands
+            return operation.operands[0].node.meta["val"].dtype == operation.node.meta["val"].dtype
         return self.linear
 
     def local_arguments(self, operation: Operation, option: Option) -> dict[str, Any]:

@@ -21,12 +21,13 @@ from autoplan.layers.types import LayerGraph, LayerKind
 from autoplan.sharding import ilp
 from autoplan.sharding.candidates import Candidates, Marks, batch_marks, candidates
 from autoplan.sharding.heads import check_heads
+from autoplan.sharding.layer_view import LayerView
 from autoplan.sharding.local import local_kind
 from autoplan.sharding.model import PairwiseModel
 from autoplan.sharding.operation import GraphFacts, module_path, where
 from autoplan.sharding.placements import REPLICATE, Placement
 from autoplan.sharding.pricing import Pricing, price_on
-from autoplan.sharding.problem import LayerView, Problem, build_problem
+from autoplan.sharding.problem import Problem, build_problem
 from autoplan.sharding.registry import needs_no_rule, rule_of
 from autoplan.sharding.rules import Option
 
