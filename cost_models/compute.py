@@ -93,6 +93,12 @@ def optimizer_step_s(elements: float, device: Device, *, bytes_per_element: floa
     return elements * bytes_per_element / (device.memory_bytes_per_s * device.memory_efficiency) + device.launch_s
 
 
+def gradient_accumulation_s(elements: float, device: Device, *, bytes_per_element: float) -> float:
+    """Seconds to add one micro-batch's gradients of ``elements`` parameters to those of the ones before: two reads and
+    a write of ``bytes_per_element``. The first micro-batch of a step pays nothing: its gradients become the sum."""
+    return _memory_s(3.0 * elements * bytes_per_element, device)
+
+
 def _samples(op: Operator, micro_batch: int) -> int:
     return micro_batch if op.batched else 1
 

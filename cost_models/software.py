@@ -35,3 +35,6 @@ TRANSFORMER_ENGINE = Software(
     name="Transformer Engine (2024)", element_wise_traffic=0.5, dispatch=0.6, attention=1.5, tensor_overlap=0.6
 )
 COMPILED = Software(name="compiled", element_wise_traffic=0.45, dispatch=0.6)
+COMPILED_ASYNC_TENSOR = Software(
+    name="compiled, asynchronous tensor parallelism", element_wise_traffic=0.45, dispatch=0.6, tensor_overlap=0.3
+)

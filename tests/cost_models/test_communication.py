@@ -21,6 +21,7 @@ from autoplan.cost_models.communication import (
     tensor_time,
 )
 from autoplan.cost_models.data_parallel import data_parallel_time
+from autoplan.cost_models.software import COMPILED_ASYNC_TENSOR
 from autoplan.layers.types import Collective, LayerKind
 from autoplan.plan import Strategy
 
@@ -124,6 +125,8 @@ def test_a_layers_collectives_by_phase() -> None:
     assert seconds.forward_s == pytest.approx(2 * all_reduce_s(NODE, group, 8e7))
     assert seconds.backward_s == pytest.approx(all_reduce_s(NODE, group, 2e7))
     assert tensor_time(kind, NODE, degree=1, micro_batch=4).total_s == 0
+    hidden = tensor_time(kind, NODE, degree=8, micro_batch=4, software=COMPILED_ASYNC_TENSOR)
+    assert hidden.forward_s == pytest.approx(0.7 * seconds.forward_s)
 
 
 class TestDataParallel:

@@ -10,7 +10,13 @@ from hypothesis import strategies as st
 
 from autoplan.cluster import Cluster, Device, device_kinds
 from autoplan.cost_models.attention import attention_flops, attention_time_s
-from autoplan.cost_models.compute import layer_time, operator_time, optimizer_step_s, recompute_s
+from autoplan.cost_models.compute import (
+    gradient_accumulation_s,
+    layer_time,
+    operator_time,
+    optimizer_step_s,
+    recompute_s,
+)
 from autoplan.cost_models.gemm import gemm_time_s, shape_efficiency
 from autoplan.cost_models.software import COMPILED, EAGER
 from autoplan.layers.types import Attention, Gemm, LayerKind, Operator
@@ -198,6 +204,11 @@ class TestLayer:
         device: Device = Cluster.parse(f"1x{name}").device
         seconds = layer_time(self.large, device, micro_batch=1)
         assert 0 < seconds.forward_s < seconds.backward_s < 60
+
+
+def test_gradients_are_added_with_two_reads_and_a_write() -> None:
+    seconds = gradient_accumulation_s(1e9, H100, bytes_per_element=2.0)
+    assert seconds == pytest.approx(6e9 / (3352e9 * H100.memory_efficiency))
 
 
 def test_the_optimizer_step_is_bandwidth() -> None:

@@ -16,11 +16,25 @@ from pathlib import Path
 from autoplan import schedules
 from autoplan.cluster import Cluster
 from autoplan.cost_models.communication import Group, all_reduce_s, boundary_send_s, tensor_time
-from autoplan.cost_models.compute import OperatorTime, layer_time, operator_time, optimizer_step_s, recompute_s
+from autoplan.cost_models.compute import (
+    OperatorTime,
+    gradient_accumulation_s,
+    layer_time,
+    operator_time,
+    optimizer_step_s,
+    recompute_s,
+)
 from autoplan.cost_models.data_parallel import DataParallelTime, data_parallel_time
 from autoplan.cost_models.memory import count_elements, recipe, stage_memory
 from autoplan.cost_models.schedule import simulate
-from autoplan.cost_models.software import COMPILED, EAGER, EAGER_FLASH_1, TRANSFORMER_ENGINE, Software
+from autoplan.cost_models.software import (
+    COMPILED,
+    COMPILED_ASYNC_TENSOR,
+    EAGER,
+    EAGER_FLASH_1,
+    TRANSFORMER_ENGINE,
+    Software,
+)
 from autoplan.layers.types import LayerKind
 from autoplan.plan import Strategy
 from tests.regression.transformer import Shape, block, embedding, head
@@ -83,6 +97,7 @@ def _run(row: dict[str, str]) -> Run:
         kv_heads=count("kv_heads", count("heads")),
         head_dim=count("head_dim", 0),
         family=row["family"],
+        fused=row["source"] != "torchtitan",
         flash=row["source"] in FUSED_ATTENTION,
         dropout=row["source"] not in FUSED_ATTENTION,
         tensor=strategy.tensor,
@@ -111,7 +126,10 @@ def _software(row: dict[str, str]) -> Software:
         return EAGER_FLASH_1
     if row["source"] == "nemo_24":
         return TRANSFORMER_ENGINE
-    return COMPILED if "compile" in row["notes"].lower() else EAGER
+    notes = row["notes"].lower()
+    if "compile" not in notes:
+        return EAGER
+    return COMPILED_ASYNC_TENSOR if "async tp" in notes or "asynctp" in notes else COMPILED
 
 
 def _policy(row: dict[str, str]) -> str:
@@ -145,14 +163,25 @@ def predict_step_s(run: Run) -> float:
     sends = [boundary_send_s(run.cluster, row, stage=s, distance=width) for s in range(pipeline - 1)]
     if run.virtual > 1:
         return _interleaved_s(run, times, sends) + max(tails)
+    out, back = _blocking_s(run, sends)
+    back = [b + _accumulation_s(run, kinds) for b, kinds in zip(back, stages, strict=True)]
     timeline = simulate(
         schedules.all_actions("1f1b", stages=pipeline, micro_batches=run.strategy.micro_batches),
-        forward_s=[t.forward_s + s.forward_s for t, s in zip(times, shares, strict=True)],
-        backward_s=[t.backward_s + s.backward_s for t, s in zip(times, shares, strict=True)],
-        send_s=sends,
+        forward_s=[t.forward_s + s.forward_s + o for t, s, o in zip(times, shares, out, strict=True)],
+        backward_s=[t.backward_s + s.backward_s + b for t, s, b in zip(times, shares, back, strict=True)],
+        send_s=sends if not any(out) else [0.0] * len(sends),
         tail_s=tails,
     )
     return timeline.step_s
+
+
+def _blocking_s(run: Run, sends: list[float]) -> tuple[list[float], list[float]]:
+    """DeepSpeed's pipeline engine transfers between computes, not beside them: a stage waits for its own receive and
+    its own send, forward and backward."""
+    if run.source != "bloom_grid":
+        return [0.0] * (len(sends) + 1), [0.0] * (len(sends) + 1)
+    both = [into + out for into, out in zip([0.0, *sends], [*sends, 0.0], strict=True)]
+    return both, both
 
 
 def _interleaved_s(run: Run, times: list[OperatorTime], sends: list[float]) -> float:
@@ -223,6 +252,14 @@ def _data_time(run: Run, kinds: list[LayerKind], time: OperatorTime) -> DataPara
         forward_s=time.forward_s if overlaps else 0.0,
         backward_s=time.backward_s if overlaps else 0.0,
     )
+
+
+def _accumulation_s(run: Run, kinds: list[LayerKind]) -> float:
+    """Seconds a micro-batch; later Megatron's weight products add in place."""
+    if run.strategy.micro_batches == 1 or run.source in ("korthikanti2022", "nemo_24"):
+        return 0.0
+    elements = count_elements(kinds).total / (run.strategy.data if run.strategy.zero_stage >= 2 else 1)
+    return gradient_accumulation_s(elements, run.cluster.device, bytes_per_element=run.gradient_bytes)
 
 
 def _optimizer_s(run: Run, kinds: list[LayerKind]) -> float:

@@ -2,7 +2,9 @@
 
 Everything is one tensor rank's and for one sample, in 16-bit activations. ``gpt``: 4h MLP with biases, LayerNorm,
 tied head; ``llama``: gated MLP, RMSNorm, rotary positions, untied head. Attention is *unfused* (products, softmax and
-dropout as Megatron ran them to 2022) or *flash*. Saved bytes follow Korthikanti et al. 2022, section 4.
+dropout as Megatron ran them to 2022) or *flash*. Norm and rotary positions are one kernel each (*fused*), or the chain
+of eager operators that torchtitan's model is: casts to fp32, square, mean, product, cast back, weight; and rotation of
+complex fp32. Saved bytes follow Korthikanti et al. 2022, section 4.
 """
 
 from __future__ import annotations
@@ -29,6 +31,7 @@ class Shape:
     head_dim: int = 0
     flash: bool = False
     dropout: bool = True
+    fused: bool = True
     tensor: int = 1
     sequence_parallel: bool = False
     dtype: str = "bf16"
@@ -81,6 +84,12 @@ def _moving(
         saved_bytes=saved,
         **more,
     )
+
+
+def _norm(shape: Shape, row: float) -> Operator:
+    """Eager RMSNorm reads 2 + 4 + 4 + 4 + 4 + 2 and writes 4 + 4 + 4 + 2 + 2 bytes for an element of 2."""
+    read, written = (1, 1) if shape.fused else (10, 8)
+    return _moving(shape, "norm", read * row, written * row, saved=row, kind="normalization")
 
 
 def _unfused_core(shape: Shape) -> tuple[Operator, ...]:
@@ -154,13 +163,13 @@ def block(shape: Shape) -> LayerKind:
     qkv = (heads + 2 * kv) * d
     core = _flash_core(shape) if shape.flash else _unfused_core(shape)
     operators = (
-        _moving(shape, "norm", row, row, saved=row, kind="normalization"),
+        _norm(shape, row),
         _linear(shape, "qkv", qkv, h, saved=HALF * s * qkv),
         *_rotary(shape, heads + kv, d),
         *core,
         _linear(shape, "projection", h, heads * d),
         _residual(shape, row),
-        _moving(shape, "norm", row, row, saved=row, kind="normalization"),
+        _norm(shape, row),
         *_mlp(shape),
         _residual(shape, row),
     )
@@ -176,7 +185,8 @@ def _rotary(shape: Shape, heads: int, d: int) -> tuple[Operator, ...]:
     if shape.family != "llama":
         return ()
     turned = HALF * shape.seq * heads * d
-    return (_moving(shape, "rotary", turned, turned, saved=0.0),)
+    passes = 1 if shape.fused else 5  # 2 + 4 + 4 read, 4 + 4 + 2 written
+    return (_moving(shape, "rotary", passes * turned, passes * turned),)
 
 
 def _residual(shape: Shape, row: float) -> Operator:
@@ -271,7 +281,7 @@ def head(shape: Shape) -> LayerKind:
     loss = _moving(shape, "cross_entropy", 4 * logits, 4 * logits, saved=4 * logits, kind="cross_entropy")
     return LayerKind(
         operators=(
-            _moving(shape, "norm", row, row, saved=row, kind="normalization"),
+            _norm(shape, row),
             _linear(shape, "logits", vocab, shape.hidden, saved=0.0, dtype=shape.half),
             _moving(shape, "float", HALF * logits, 4 * logits, saved=4 * logits, kind="copy"),
             loss,
