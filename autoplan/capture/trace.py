@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import io
+import logging
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -127,11 +128,15 @@ def _export(wrapper: CallAndLoss, inputs: list[Tensor], size: int, notes: list[s
         graph_module = _module(torch.export.export(wrapper, tuple(inputs), strict=False))
     except Exception:
         raise first from None
-    reason = next((line.strip(" -") for line in str(first).splitlines() if line.strip()), type(first).__name__)
-    notes.append(
-        f"the batch size is fixed at the example's {size}: the model does not trace with a free one ({reason})"
-    )
+    notes.append(f"the batch size is fixed at the example's {size}: with a free one, {_reason(first)}")
     return graph_module, False
+
+
+def _reason(error: Exception) -> str:
+    """torch's own reason: the first constraint that does not hold, else the message's first line."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    constraints = [line.removeprefix("- ") for line in lines if line.startswith("- ")]
+    return (constraints or lines or [type(error).__name__])[0].partition(". ")[0]
 
 
 def _export_dynamic(wrapper: CallAndLoss, inputs: list[Tensor], size: int) -> GraphModule:
@@ -198,10 +203,15 @@ def _stand_in(tensor: Tensor, dtype: torch.dtype | None, made: dict[int, Tensor]
 
 @contextlib.contextmanager
 def _silence() -> Iterator[None]:
-    """torch dumps partial graphs and warns while it fails; the one message comes from the error."""
-    with contextlib.redirect_stderr(io.StringIO()), warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        yield
+    """torch dumps partial graphs, logs and warns while it fails; the one message comes from the error."""
+    disabled = logging.root.manager.disable
+    logging.disable(logging.CRITICAL)
+    try:
+        with contextlib.redirect_stderr(io.StringIO()), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logging.disable(disabled)
 
 
 @contextlib.contextmanager
