@@ -102,8 +102,9 @@ class Strategy:
 class Stage:
     """One pipeline stage: layers ``first_layer`` to ``last_layer``, both included.
 
-    ``recompute`` counts the layers under each policy (none, selective, full). ``memory_terms`` are bytes on the
-    worst GPU of the stage and sum to ``peak_memory_bytes``. Times are for one micro-batch.
+    ``recompute`` counts the layers under each policy (none, selective, full), ``layer_recompute`` names each layer's.
+    ``memory_terms`` are bytes on the worst GPU of the stage and sum to ``peak_memory_bytes``. Times are for one
+    micro-batch.
     """
 
     __pydantic_config__: ClassVar[ConfigDict] = _STRICT
@@ -116,6 +117,7 @@ class Stage:
     forward_s: float
     backward_s: float
     parameters: int
+    layer_recompute: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -136,7 +138,14 @@ class Predicted:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Certificate:
-    """Proof of the search: ``status`` is "optimal" only when it was proven, else "feasible"."""
+    """Proof of the search: ``status`` is "optimal" only when it was proven, else "feasible".
+
+    The search minimises the closed form of the step time, and the schedule simulator then times the plan that was
+    chosen. In the closed form, ``objective_s`` is the chosen plan's, ``best_s`` the fastest plan's (the chosen one
+    may take up to 2% more where it is less parallel), ``lower_bound_s`` what no candidate goes below, and ``gap`` the
+    part of ``best_s`` that is not proven. Where the simulated step is shorter than the bound, the bound is given as
+    that step.
+    """
 
     __pydantic_config__: ClassVar[ConfigDict] = _STRICT
 
@@ -148,6 +157,8 @@ class Certificate:
     pruned_by_bound: int
     solved: int
     solver: str
+    objective_s: float = 0.0
+    best_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

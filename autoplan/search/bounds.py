@@ -1,0 +1,131 @@
+"""Lower bounds of every candidate at once: no split of a candidate takes less time, nor needs less memory.
+
+Time. Some stage takes at least the average period, and at least the longest layer's; every stage's period counts once
+in the length of the pipeline; some stage synchronises at least the average gradient:
+
+    (M - 1) max(P / S, p_max) + P + Y(G / S)
+
+with P the periods of all layers plus the sends between S stages and what sharded state exposes (transfers of a sum
+never take longer than the sum of transfers: latency counts once a piece). Memory. Some GPU holds at least the average
+of what all hold with the least activations kept, one micro-batch in flight; and some GPU holds each layer.
+
+:func:`fits_greedily` is sharper, one candidate at a time: stages filled to the brim from the front reach furthest.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from autoplan.cost_models import communication
+from autoplan.plan import Strategy
+from autoplan.search.degrees import Candidates
+from autoplan.search.space import Space
+from autoplan.search.tables import MARGIN, Tables
+
+Floats = NDArray[np.float64]
+
+
+@dataclass(frozen=True, slots=True)
+class LowerBounds:
+    """One entry a candidate: seconds of a step, and bytes above the memory of a GPU (negative: free)."""
+
+    step_s: Floats
+    short_bytes: Floats
+
+
+def lower_bounds(space: Space, candidates: Candidates) -> LowerBounds:
+    """Bounds of all ``candidates``, priced once for each value that differs."""
+    rows = len(candidates)
+    period, longest = np.zeros(rows), np.zeros(rows)
+    exposed, tail, short = np.zeros(rows), np.zeros(rows), np.zeros(rows)
+    for where, strategy in _alike(candidates, ("tensor", "micro_batch_size")):
+        chain = space.chain(strategy.tensor, strategy.micro_batch_size)
+        period[where] = chain.period[-1]
+        longest[where] = np.diff(chain.period).max()
+    for where, strategy in _alike(candidates, ("tensor", "micro_batch_size", "data", "pipeline")):
+        period[where] += 2 * (strategy.pipeline - 1) * _least_send_s(space, strategy)
+    for where, strategy in _alike(candidates, ("tensor", "data", "pipeline", "zero_stage")):
+        exposed[where], tail[where] = _data_axis(space, strategy)
+    capacity = space.problem.cluster.device.memory_bytes * (1 - MARGIN)
+    for where, strategy in _alike(candidates, ("tensor", "micro_batch_size", "data", "zero_stage", "staged")):
+        share, alone = least_bytes(space, strategy)
+        fixed = space.states(strategy).fixed_bytes
+        short[where] = fixed + np.maximum(share / candidates.pipeline[where], alone) - capacity
+    whole = period + exposed
+    bottleneck = np.maximum(whole / candidates.pipeline, longest)
+    if candidates.schedule == "gpipe":  # its sends only lengthen the pipeline
+        bottleneck = longest
+    step = (candidates.micro_batches - 1) * bottleneck + whole + tail
+    return LowerBounds(step, short)
+
+
+def _alike(candidates: Candidates, columns: tuple[str, ...]) -> list[tuple[NDArray[np.int64], Strategy]]:
+    """Positions of the candidates that share ``columns``, with one of them."""
+    keys = np.stack([getattr(candidates, name) for name in columns], axis=1)
+    _, first, back = np.unique(keys, axis=0, return_index=True, return_inverse=True)
+    order = np.argsort(back.reshape(-1), kind="stable")
+    parts = np.split(order, np.cumsum(np.bincount(back.reshape(-1)))[:-1])
+    return [(part, candidates.strategy(int(index))) for part, index in zip(parts, first, strict=True)]
+
+
+def _least_send_s(space: Space, strategy: Strategy) -> float:
+    """Seconds of the cheapest send between two stages."""
+    cuts = space.chain(strategy.tensor, strategy.micro_batch_size).cut_bytes[1:-1]
+    if strategy.pipeline == 1 or not len(cuts):
+        return 0.0
+    distance = strategy.data * strategy.tensor
+    return communication.send_s(space.problem.cluster, float(cuts.min()), distance)
+
+
+def _data_axis(space: Space, strategy: Strategy) -> tuple[float, float]:
+    """Exposed seconds a micro-batch over all stages, and the tail of the stage that has the most."""
+    elements, trainable = space.totals(strategy.tensor)
+    tables = space.tables(strategy)
+    whole = tables.data_axis(elements, trainable, 1)
+    part = tables.data_axis(elements / strategy.pipeline, trainable / strategy.pipeline, 1)
+    return whole.forward_s + whole.backward_s, part.step_s + tables.optimizer_s(trainable / strategy.pipeline)
+
+
+def least_bytes(space: Space, strategy: Strategy) -> tuple[float, float]:
+    """Bytes that all stages of one rank hold at least, and that some stage holds for one layer; without what is there
+    whatever the layers."""
+    chain, states = space.chain(strategy.tensor, strategy.micro_batch_size), space.states(strategy)
+    elements, trainable = space.totals(strategy.tensor)
+    resident = states.per_element * elements + states.per_trainable * trainable
+    share = resident + (1 + states.reserve) * max(
+        float(chain.least_saved[-1]), states.temporary_per_trainable * trainable
+    )
+    alone = 0.0
+    for kind in np.unique(chain.kinds):
+        costs = chain.costs[kind]
+        kept = costs.saved_bytes[chain.thriftiest(costs)] + costs.passing_bytes
+        moment = max(
+            kept + states.window_per_element * costs.elements, states.temporary_per_trainable * costs.trainable
+        )
+        own = states.per_element * costs.elements + states.per_trainable * costs.trainable
+        alone = max(alone, own + (1 + states.reserve) * moment)
+    return share, alone
+
+
+def fits_greedily(tables: Tables) -> bool:
+    """Whether the layers fit when every stage keeps the least and takes all that it can: a necessary condition."""
+    chain, states, strategy = tables.chain, tables.states, tables.strategy
+    # A tied parameter is counted where it is first held: another stage may hold it too, and needs no less for it.
+    elements, trainable = chain.elements.copy(), chain.trainable.copy()
+    for group in chain.tied:
+        for layer in group.layers[1:]:
+            elements[layer + 1 :] -= group.elements
+            trainable[layer + 1 :] -= group.elements if group.trainable else 0
+    resident = states.per_element * elements + states.per_trainable * trainable
+    capacity = tables.cluster.device.memory_bytes * (1 - MARGIN) - states.fixed_bytes
+    at = 0
+    for stage in range(strategy.pipeline):
+        held = resident + (1 + states.reserve) * tables.in_flight(stage) * chain.least_saved
+        reach = int(np.searchsorted(held, held[at] + capacity, side="right")) - 1
+        at = max(at, reach)
+        if at >= chain.layers:
+            return True
+    return False

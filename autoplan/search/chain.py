@@ -1,0 +1,255 @@
+"""The model as a chain of priced layers, for one tensor degree and micro-batch size.
+
+Everything that depends on neither the data degree, nor ZeRO, nor the pipeline: prefix sums and range maxima over
+layers, tied parameters, what crosses each cut, and which policies save what.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from functools import cached_property
+
+import numpy as np
+from numpy.typing import NDArray
+
+from autoplan.layers.types import LayerGraph, LayerKind
+from autoplan.search.pricing import KindCosts
+from autoplan.search.recompute import NOTHING, Choice, Frontier, extend, frontier
+
+Floats = NDArray[np.float64]
+Integers = NDArray[np.int64]
+
+# Stages of up to this many kinds are grouped by how many layers of each they hold.
+MOST_GROUPED_KINDS = 16
+# Windows that are tried as the highest to open while recomputing; all of them where no more kinds than this recompute.
+MOST_WINDOWS = 6
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tied:
+    """A tied parameter: the layers that hold it, ascending, and its elements on one tensor rank."""
+
+    layers: tuple[int, ...]
+    elements: int
+    trainable: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class Chain:
+    """``kinds[l]`` is the kind of layer l, ``costs`` one entry a kind, ``policies`` the recompute that may be chosen:
+    the first is what a layer does where memory allows."""
+
+    layers: int
+    kinds: Integers
+    costs: tuple[KindCosts, ...]
+    policies: tuple[str, ...]
+    cut_bytes: Floats
+    tied: tuple[Tied, ...]
+    _frontiers: dict[tuple[object, ...], Frontier] = field(default_factory=dict)
+
+    def per_layer(self, values: list[float]) -> Floats:
+        """A value a kind, spread over the layers."""
+        return np.array(values, dtype=float)[self.kinds]
+
+    def prefix(self, values: list[float]) -> Floats:
+        """[L + 1] sums of a value a kind over the layers before each cut."""
+        return np.concatenate(([0.0], np.cumsum(self.per_layer(values))))
+
+    @cached_property
+    def period(self) -> Floats:
+        """Prefix sums of forward + backward seconds under the first policy."""
+        return self.prefix([c.period_s + c.extra_s[self.policies[0]] for c in self.costs])
+
+    @cached_property
+    def saved(self) -> Floats:
+        """Prefix sums of bytes a micro-batch under the first policy."""
+        return self.prefix([c.saved_bytes[self.policies[0]] for c in self.costs])
+
+    @cached_property
+    def least_saved(self) -> Floats:
+        """Prefix sums of bytes a micro-batch where every layer saves the most memory it can."""
+        return self.prefix([min(c.saved_bytes[p] for p in self.policies) for c in self.costs])
+
+    @cached_property
+    def elements(self) -> Floats:
+        return self.prefix([float(c.elements) for c in self.costs])
+
+    @cached_property
+    def trainable(self) -> Floats:
+        return self.prefix([float(c.trainable) for c in self.costs])
+
+    @cached_property
+    def passing(self) -> Floats:
+        """[L + 1, L + 1] widest operator of layers i to j - 1."""
+        return _range_max(self.per_layer([c.passing_bytes for c in self.costs]))
+
+    @cached_property
+    def largest(self) -> Floats:
+        """[L + 1, L + 1] elements of the largest layer of i to j - 1."""
+        return _range_max(self.per_layer([float(c.elements) for c in self.costs]))
+
+    @cached_property
+    def first_window(self) -> Floats:
+        """[L + 1, L + 1] window of the first policy (0 unless recompute is forced)."""
+        return _range_max(self.per_layer([c.window_bytes[self.policies[0]] for c in self.costs]))
+
+    @cached_property
+    def least_window(self) -> Floats:
+        """[L + 1, L + 1] window where every layer saves the most memory it can."""
+        return _range_max(self.per_layer([c.window_bytes[self.thriftiest(c)] for c in self.costs]))
+
+    def thriftiest(self, costs: KindCosts) -> str:
+        """The policy that keeps least; of equals the one that costs least."""
+        return min(self.policies, key=lambda p: (costs.saved_bytes[p], costs.extra_s[p]))
+
+    def tied_surplus(self, first: Integers, end: Integers, *, trainable_only: bool) -> Floats:
+        """Elements that layers i to j - 1 would count more than once."""
+        surplus = np.zeros(len(first))
+        for group in self.tied:
+            if trainable_only and not group.trainable:
+                continue
+            for one, other in zip(group.layers, group.layers[1:], strict=False):
+                surplus += group.elements * ((first <= one) & (other < end))
+        return surplus
+
+    def shares_tied(self, first: Integers, end: Integers) -> list[tuple[Tied, NDArray[np.bool_]]]:
+        """For each trained tied group, which spans hold some of it while another stage holds the rest."""
+        answer = []
+        for group in self.tied:
+            if group.trainable:
+                held = np.sum([(first <= layer) & (layer < end) for layer in group.layers], axis=0)
+                answer.append((group, (held > 0) & (held < len(group.layers))))
+        return answer
+
+    @cached_property
+    def windows(self) -> tuple[float, ...]:
+        """Windows that recomputing may open, ascending: the thresholds that the choice is solved for."""
+        found = {c.window_bytes[p] for c in self.costs for p in self.policies[1:] if self._saves(c, p) > 0}
+        ordered = sorted(found)
+        if len(ordered) > MOST_WINDOWS:
+            ordered = [ordered[k] for k in np.linspace(0, len(ordered) - 1, MOST_WINDOWS).astype(int)]
+        return tuple(ordered)
+
+    @cached_property
+    def _choices(self) -> dict[float, dict[int, tuple[Choice, ...]]]:
+        """For each window the choices of each kind that stay within it."""
+        return {
+            window: {
+                kind: tuple(
+                    Choice(p, self._saves(c, p), c.extra_s[p] - c.extra_s[self.policies[0]])
+                    for p in self.policies[1:]
+                    if self._saves(c, p) > 0 and c.window_bytes[p] <= window
+                )
+                for kind, c in enumerate(self.costs)
+            }
+            for window in self.windows
+        }
+
+    def _saves(self, costs: KindCosts, policy: str) -> float:
+        return costs.saved_bytes[self.policies[0]] - costs.saved_bytes[policy]
+
+    @cached_property
+    def counts(self) -> Integers:
+        """[L + 1, K] layers of each kind before each cut."""
+        one_hot = np.zeros((self.layers + 1, len(self.costs)), dtype=np.int64)
+        one_hot[np.arange(self.layers) + 1, self.kinds] = 1
+        return np.cumsum(one_hot, axis=0)
+
+    def alike(self, first: Integers, end: Integers) -> tuple[Integers, Integers]:
+        """Spans that hold the same layers of each kind and the same tied parameters cost the same: positions of one of
+        each, and for every span which of those it is like."""
+        everyone = np.arange(len(first))
+        if len(self.costs) > MOST_GROUPED_KINDS:
+            return everyone, everyone
+        columns = [self.counts[end] - self.counts[first]]
+        for group in self.tied:
+            held = [(first <= layer) & (layer < end) for layer in group.layers]
+            columns.append(np.sum(held, axis=0)[:, None])
+        _, representatives, member = np.unique(
+            np.concatenate(columns, axis=1), axis=0, return_index=True, return_inverse=True
+        )
+        return representatives, member.reshape(-1)
+
+    def key(self, first: int, end: int) -> tuple[object, ...]:
+        """What :meth:`frontier` knows a span by: its layers of each kind, or with many kinds the span itself."""
+        if len(self.costs) > MOST_GROUPED_KINDS:
+            return ("span", first, end)
+        return ("counts", *(int(n) for n in self.counts[end] - self.counts[first]))
+
+    @cached_property
+    def distinct_cuts(self) -> tuple[list[float], Integers]:
+        """Different sizes of what crosses a cut, and for each cut which it is."""
+        distinct, back = np.unique(self.cut_bytes, return_inverse=True)
+        return [float(b) for b in distinct], back.reshape(-1)
+
+    def frontier(self, key: tuple[object, ...], window: float) -> Frontier:
+        """What the layers under ``key`` can save within ``window``, remembered."""
+        known = self._frontiers.get((window, *key))
+        if known is None:
+            known = self._frontiers[(window, *key)] = self._frontier(key, window)
+        return known
+
+    def _frontier(self, key: tuple[object, ...], window: float) -> Frontier:
+        choices = self._choices[window]
+        if key[0] == "counts":
+            return frontier(tuple((k, n) for k, n in enumerate(key[1:]) if isinstance(n, int) and n), choices)
+        _, first, end = key
+        if not (isinstance(first, int) and isinstance(end, int)) or first >= end:
+            return NOTHING
+        shorter = self.frontier(("span", first, end - 1), window) if end - first > 1 else NOTHING
+        kind = int(self.kinds[end - 1])
+        return extend(shorter, kind, 1, choices[kind])
+
+
+def build_chain(
+    graph: LayerGraph,
+    kinds: tuple[LayerKind, ...],
+    costs: tuple[KindCosts, ...],
+    *,
+    policies: tuple[str, ...],
+    samples: int,
+) -> Chain:
+    """The chain of ``graph`` whose kinds cost ``costs`` at ``samples`` a micro-batch."""
+    return Chain(
+        layers=len(graph.layers),
+        kinds=np.array([layer.kind for layer in graph.layers], dtype=np.int64),
+        costs=costs,
+        policies=policies,
+        cut_bytes=np.array([0.0, *_crossing(graph), 0.0]) * samples,
+        tied=_tied(graph, kinds),
+    )
+
+
+def _crossing(graph: LayerGraph) -> list[float]:
+    """Bytes a sample across cuts 1 to L - 1; one pass over the edges."""
+    change = np.zeros(len(graph.layers) + 1)
+    for edge in graph.edges:
+        change[edge.source + 1] += edge.bytes_per_sample
+        change[edge.targets[-1] + 1] -= edge.bytes_per_sample
+    # Sums of bytes are exact in float64, so that what is added and taken away leaves nothing behind.
+    return [float(v) for v in np.cumsum(change)[1 : len(graph.layers)]]
+
+
+def _tied(graph: LayerGraph, kinds: tuple[LayerKind, ...]) -> tuple[Tied, ...]:
+    holders: dict[str, list[int]] = {}
+    facts: dict[str, tuple[int, bool]] = {}
+    for index, layer in enumerate(graph.layers):
+        for parameter in kinds[layer.kind].parameters:
+            if parameter.shared and (not holders.get(parameter.shared) or holders[parameter.shared][-1] != index):
+                holders.setdefault(parameter.shared, []).append(index)
+                facts[parameter.shared] = (parameter.elements, parameter.trainable)
+    return tuple(
+        Tied(layers=tuple(at), elements=facts[name][0], trainable=facts[name][1])
+        for name, at in sorted(holders.items())
+        if len(at) > 1
+    )
+
+
+def _range_max(values: Floats) -> Floats:
+    size = len(values)
+    answer = np.zeros((size + 1, size + 1))
+    if not np.any(values):
+        return answer
+    for first in range(size):
+        answer[first, first + 1 :] = np.maximum.accumulate(values[first:])
+    return answer

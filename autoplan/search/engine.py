@@ -1,0 +1,221 @@
+"""Best-first search over the candidates, with proof.
+
+Candidates are opened in the order of their lower bounds; opening one solves its stage split exactly. Once the next
+bound passes the best value found, no candidate that is left can be better: the list of bounds is the certificate. Then
+the least parallelism within :data:`TOLERANCE` of the best is looked for, in the order of :func:`preference`.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from autoplan.plan import Strategy
+from autoplan.search.bounds import LowerBounds, fits_greedily, lower_bounds
+from autoplan.search.milp import Solution, default_solver, solve_split
+from autoplan.search.solver import SolverName
+from autoplan.search.space import Space
+from autoplan.search.split import Split
+from autoplan.search.tables import Tables
+
+TOLERANCE = 0.02
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Decision:
+    """A candidate with its best split; ``value_s`` is the objective in closed form."""
+
+    strategy: Strategy
+    cuts: tuple[int, ...]
+    value_s: float
+    proven_by: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Counts:
+    """What became of the candidates."""
+
+    considered: int
+    pruned_by_memory: int
+    pruned_by_bound: int
+    solved: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Found:
+    """``best`` is the fastest, ``chosen`` the least parallel within tolerance. ``lower_bound_s``: no candidate is
+    faster (in the objective's closed form); ``proven`` if that is ``best`` itself."""
+
+    chosen: Decision
+    best: Decision
+    lower_bound_s: float
+    proven: bool
+    counts: Counts
+
+
+def preference(strategy: Strategy) -> tuple[int, ...]:
+    """Smaller is less parallel: kinds of parallelism, then degrees from the one that costs most to run down, then
+    GPUs."""
+    return (
+        len(strategy.axes),
+        strategy.tensor,
+        strategy.pipeline,
+        strategy.zero_stage,
+        strategy.data,
+        strategy.gpus,
+    )
+
+
+@dataclass(kw_only=True)
+class Engine:
+    """One search. ``solver`` None leaves the proof to the dynamic program; ``deadline`` is a :func:`time.monotonic`."""
+
+    space: Space
+    solver: SolverName | None = field(default_factory=default_solver)
+    deadline: float = math.inf
+    _fits: dict[int, bool] = field(default_factory=dict, init=False)
+    _solved: set[int] = field(default_factory=set, init=False)
+    _bounds: LowerBounds | None = field(default=None, init=False)
+
+    @property
+    def bounds(self) -> LowerBounds:
+        if self._bounds is None:
+            self._bounds = lower_bounds(self.space, self.space.candidates)
+        return self._bounds
+
+    def order(self, chosen: np.ndarray | None = None) -> list[int]:
+        """Candidates that pass the memory bound, by lower bound, then by preference."""
+        bounds = self.bounds
+        passing = bounds.short_bytes <= 0 if chosen is None else chosen & (bounds.short_bytes <= 0)
+        rows = [int(i) for i in np.nonzero(passing)[0]]
+        strategies = self.space.candidates
+        return sorted(rows, key=lambda i: (bounds.step_s[i], preference(strategies.strategy(i)), i))
+
+    def fits(self, index: int) -> bool:
+        """The greedy memory test, remembered."""
+        if index not in self._fits:
+            self._fits[index] = fits_greedily(self.space.tables(self.space.candidates.strategy(index)))
+        return self._fits[index]
+
+    def run(self, tolerance: float = TOLERANCE) -> Found | None:
+        """The search; None where nothing fits."""
+        best, floor, proven = self._fastest()
+        if best is None:
+            return None
+        chosen = self._least_parallel(best, tolerance) if tolerance else best
+        return Found(chosen=chosen, best=best, lower_bound_s=floor, proven=proven, counts=self._counts())
+
+    def _fastest(self) -> tuple[Decision | None, float, bool]:
+        best: Decision | None = None
+        order = self.order()
+        for index in order:
+            bound = float(self.bounds.step_s[index])
+            if best is not None and bound >= best.value_s:
+                break
+            if best is not None and time.monotonic() > self.deadline:
+                return best, min(bound, best.value_s), False
+            found = self.open(index, cutoff_s=best.value_s if best else math.inf)
+            if found is not None and (best is None or found.value_s < best.value_s):
+                best = found
+        return best, best.value_s if best else math.inf, best is not None
+
+    def _least_parallel(self, best: Decision, tolerance: float) -> Decision:
+        limit = best.value_s * (1 + tolerance)
+        for group in self._preferred_to(best.strategy, limit):
+            found: Decision | None = None
+            for index in group:
+                if time.monotonic() > self.deadline:
+                    return best
+                cutoff = found.value_s if found else limit
+                if self.bounds.step_s[index] > cutoff:
+                    continue
+                better = self.open(index, cutoff_s=cutoff)
+                if better is not None and (found is None or better.value_s < found.value_s):
+                    found = better
+            if found is not None:
+                return found
+        return best
+
+    def _preferred_to(self, strategy: Strategy, limit_s: float) -> Iterator[list[int]]:
+        """Candidates under the limit that are less parallel than ``strategy``, grouped by preference, least first."""
+        ceiling = preference(strategy)
+        groups: dict[tuple[int, ...], list[int]] = {}
+        for index in self.order():
+            if self.bounds.step_s[index] > limit_s:
+                break
+            key = preference(self.space.candidates.strategy(index))
+            if key < ceiling:
+                groups.setdefault(key, []).append(index)
+        for key in sorted(groups):
+            yield groups[key]
+
+    def open(self, index: int, *, cutoff_s: float) -> Decision | None:
+        """The best split of one candidate if it costs at most ``cutoff_s``; counted as solved."""
+        if not self.fits(index):
+            return None
+        self._solved.add(index)
+        return self._solve(index, cutoff_s, self.solver)
+
+    def compare(self, index: int, *, cutoff_s: float) -> Decision | None:
+        """As :meth:`open`, by the dynamic program and not counted: for the families that lost."""
+        return self._solve(index, cutoff_s, None) if self.fits(index) else None
+
+    def _solve(self, index: int, cutoff_s: float, solver: SolverName | None) -> Decision | None:
+        strategy = self.space.candidates.strategy(index)
+        solution = solve_strategy(self.space, strategy, cutoff_s=cutoff_s, solver=solver)
+        if solution is None or solution.split is None:
+            return None
+        split = solution.split
+        return Decision(strategy=strategy, cuts=split.cuts, value_s=split.value_s, proven_by=solution.proven_by)
+
+    def _counts(self) -> Counts:
+        considered = len(self.space.candidates)
+        memory = int(np.sum(self.bounds.short_bytes > 0)) + sum(not fits for fits in self._fits.values())
+        solved = len(self._solved)
+        return Counts(
+            considered=considered,
+            pruned_by_memory=memory,
+            pruned_by_bound=considered - memory - solved,
+            solved=solved,
+        )
+
+
+def solve_strategy(
+    space: Space, strategy: Strategy, *, cutoff_s: float = math.inf, solver: SolverName | None = None
+) -> Solution | None:
+    """The best split of ``strategy`` if it costs at most ``cutoff_s``; None where there is none.
+
+    Spans longer than a limit are left out. With M micro-batches a split that uses one costs more than
+    (M - 1) limit + sum of periods; so an answer below that is the best of all, else the limit is raised.
+    """
+    if strategy.pipeline == 1:
+        return _only_split(space.tables(strategy), cutoff_s)
+    steps = strategy.micro_batches - 1
+    chain = space.chain(strategy.tensor, strategy.micro_batch_size)
+    total, longest = float(chain.period[-1]), float(np.diff(chain.period).max())
+    # No split that costs at most the cutoff has a longer period than this.
+    longest_useful = (cutoff_s - total) / steps if steps else math.inf
+    limit = 1.25 * max(total / strategy.pipeline, longest) + longest
+    while True:
+        complete = limit >= min(longest_useful, total)
+        safe_s = cutoff_s if complete else steps * limit + total
+        tables = space.tables(strategy, period_limit_s=longest_useful if complete else limit)
+        solution = solve_split(tables.problem(), cutoff_s=min(cutoff_s, safe_s), solver=solver)
+        if complete or (solution is not None and solution.split is not None):
+            return solution
+        limit *= 2
+
+
+def _only_split(tables: Tables, cutoff_s: float) -> Solution | None:
+    """One stage: the whole model, nothing to choose."""
+    period = float(tables.base_period[0] + tables.extra(tables.in_flight(0))[0])
+    if not math.isfinite(period):
+        return None
+    tail = float(tables.tail[0])
+    value = tables.strategy.micro_batches * period + tail
+    split = Split(cuts=(0, tables.chain.layers), value_s=value, bottleneck_s=period, tail_s=tail)
+    return Solution(split=split if value <= cutoff_s else None, lower_bound_s=value, proven_by="enumeration")

@@ -1,0 +1,241 @@
+"""What a decision costs, exactly: each stage priced by the cost models, the whole timed by the schedule simulator.
+
+Nothing of the search's tables is used but the recompute choice, so that what is reported is recomputed from the plan.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter
+from dataclasses import dataclass
+
+from autoplan import schedules
+from autoplan.cost_models import communication, schedule
+from autoplan.cost_models.data_parallel import DataParallelTime
+from autoplan.cost_models.memory import count_elements, stage_memory
+from autoplan.layers.types import LayerKind
+from autoplan.plan import Predicted, Stage, Strategy
+from autoplan.search.pricing import KindCosts
+from autoplan.search.space import Space
+from autoplan.search.tables import Tables
+
+_PEAK_OF = {"mxfp8": "fp8", "nvfp4": "fp4"}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StageCosts:
+    """One stage of a decision. Times are of one micro-batch, but for ``tail_s`` (``synchronise_s`` + ``optimizer_s``),
+    which comes once a step."""
+
+    first: int
+    end: int
+    policies: tuple[str, ...]
+    kinds: tuple[LayerKind, ...]
+    memory_terms: dict[str, float]
+    parameters: int
+    compute_forward_s: float
+    compute_backward_s: float
+    recompute_s: float
+    tensor_forward_s: float
+    tensor_backward_s: float
+    data: DataParallelTime
+    tied_s: float
+    optimizer_s: float
+
+    @property
+    def forward_s(self) -> float:
+        return self.compute_forward_s + self.tensor_forward_s + self.data.forward_s
+
+    @property
+    def backward_s(self) -> float:
+        return self.compute_backward_s + self.recompute_s + self.tensor_backward_s + self.data.backward_s
+
+    @property
+    def period_s(self) -> float:
+        return self.forward_s + self.backward_s
+
+    @property
+    def synchronise_s(self) -> float:
+        return self.data.step_s + self.tied_s
+
+    @property
+    def tail_s(self) -> float:
+        return self.synchronise_s + self.optimizer_s
+
+    @property
+    def peak_bytes(self) -> float:
+        return sum(self.memory_terms.values())
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Evaluation:
+    """A decision, priced: ``objective_s`` is the closed form that the search minimises, ``step_s`` the simulated
+    step."""
+
+    strategy: Strategy
+    stages: tuple[StageCosts, ...]
+    sends_s: tuple[float, ...]
+    objective_s: float
+    step_s: float
+    bubble_fraction: float
+
+    @property
+    def bottleneck(self) -> StageCosts:
+        """The stage with the longest period; the first of equals."""
+        return max(self.stages, key=lambda stage: stage.period_s)
+
+    @property
+    def peak_bytes(self) -> float:
+        return max(stage.peak_bytes for stage in self.stages)
+
+
+def evaluate_decision(space: Space, strategy: Strategy, cuts: tuple[int, ...]) -> Evaluation:
+    """Price ``strategy`` with stages at ``cuts``, with the least recompute that fits."""
+    tables = space.tables(strategy)
+    spans = itertools.pairwise(cuts)
+    stages = tuple(
+        stage_costs(space, tables, stage, first, end, tables.policies(stage, first, end))
+        for stage, (first, end) in enumerate(spans)
+    )
+    sends = tuple(float(tables.send_s(boundary)[cuts[boundary + 1]]) for boundary in range(strategy.pipeline - 1))
+    actions = schedules.all_actions(strategy.schedule, stages=strategy.pipeline, micro_batches=strategy.micro_batches)
+    timeline = schedule.simulate(
+        actions,
+        forward_s=[stage.forward_s for stage in stages],
+        backward_s=[stage.backward_s for stage in stages],
+        send_s=sends,
+        tail_s=[stage.tail_s for stage in stages],
+    )
+    return Evaluation(
+        strategy=strategy,
+        stages=stages,
+        sends_s=sends,
+        objective_s=closed_form_s(strategy, stages, sends),
+        step_s=timeline.step_s,
+        bubble_fraction=timeline.bubble_fraction,
+    )
+
+
+def closed_form_s(strategy: Strategy, stages: tuple[StageCosts, ...], sends_s: tuple[float, ...]) -> float:
+    """(M - 1) max period + sum of periods + max tail, with sends as in :mod:`autoplan.search.tables`."""
+    around = [sum(sends_s[max(0, s - 1) : s + 1]) for s in range(len(stages))]
+    costs = [stage.period_s + sends for stage, sends in zip(stages, around, strict=True)]
+    periods = [stage.period_s for stage in stages] if strategy.schedule == "gpipe" else costs
+    return (strategy.micro_batches - 1) * max(periods) + sum(costs) + max(stage.tail_s for stage in stages)
+
+
+def stage_costs(
+    space: Space, tables: Tables, stage: int, first: int, end: int, policies: tuple[str, ...]
+) -> StageCosts:
+    """Price layers ``first`` to ``end`` - 1 on ``stage`` under the given recompute policies."""
+    strategy, problem = tables.strategy, space.problem
+    model = space.kinds(strategy.tensor)
+    indices = [layer.kind for layer in problem.layers.layers[first:end]]
+    kinds = tuple(model[k] for k in indices)
+    costs = [tables.chain.costs[k] for k in indices]
+    elements = count_elements(kinds)
+    return StageCosts(
+        first=first,
+        end=end,
+        policies=policies,
+        kinds=kinds,
+        memory_terms=stage_memory(
+            kinds,
+            strategy=strategy,
+            stage=stage,
+            recipe=tables.recipe,
+            device=problem.cluster.device,
+            recompute=policies,
+        ),
+        parameters=elements.total,
+        compute_forward_s=sum(c.forward_s for c in costs),
+        compute_backward_s=sum(c.backward_s for c in costs),
+        recompute_s=sum(c.extra_s[p] for c, p in zip(costs, policies, strict=True)),
+        tensor_forward_s=sum(c.tensor_forward_s for c in costs),
+        tensor_backward_s=sum(c.tensor_backward_s for c in costs),
+        data=tables.data_axis(elements.total, elements.trainable, end - first),
+        tied_s=_tied_s(tables, first, end),
+        optimizer_s=tables.optimizer_s(elements.trainable),
+    )
+
+
+def _tied_s(tables: Tables, first: int, end: int) -> float:
+    if tables.strategy.pipeline == 1:
+        return 0.0
+    held = [(group, sum(first <= layer < end for layer in group.layers)) for group in tables.chain.tied]
+    return sum(
+        tables.tied_s(group.elements) for group, count in held if group.trainable and 0 < count < len(group.layers)
+    )
+
+
+def plan_stages(evaluation: Evaluation) -> tuple[Stage, ...]:
+    """The plan's stage table."""
+    return tuple(
+        Stage(
+            first_layer=stage.first,
+            last_layer=stage.end - 1,
+            recompute=dict(sorted(Counter(stage.policies).items())),
+            peak_memory_bytes=stage.peak_bytes,
+            memory_terms={name: value for name, value in stage.memory_terms.items() if value},
+            forward_s=stage.forward_s,
+            backward_s=stage.backward_s,
+            parameters=stage.parameters,
+            layer_recompute=stage.policies,
+        )
+        for stage in evaluation.stages
+    )
+
+
+def predicted(space: Space, evaluation: Evaluation) -> Predicted:
+    """The step in figures."""
+    problem, strategy = space.problem, evaluation.strategy
+    terms = time_terms(evaluation)
+    flops = model_flops(space) * problem.global_batch
+    per_gpu = flops / evaluation.step_s / strategy.gpus
+    short = problem.precision.lower().split("-")[0]
+    peak = problem.cluster.device.flops(_PEAK_OF.get(short, short))
+    exposed = ("tensor_communication", "sharded_state", "sends", "gradient_synchronisation")
+    return Predicted(
+        step_time_s=evaluation.step_s,
+        tokens_per_s=problem.global_batch * problem.layers.tokens_per_sample / evaluation.step_s,
+        model_tflops_per_gpu=per_gpu / 1e12,
+        mfu=per_gpu / peak,
+        peak_memory_bytes=evaluation.peak_bytes,
+        bubble_fraction=evaluation.bubble_fraction,
+        exposed_communication_s=sum(terms[name] for name in exposed),
+        time_terms=terms,
+    )
+
+
+def time_terms(evaluation: Evaluation) -> dict[str, float]:
+    """Where the step goes on the stage with the longest period; what it does not fill itself is sends and bubble."""
+    stage, micro_batches = evaluation.bottleneck, evaluation.strategy.micro_batches
+    terms = {
+        "forward": micro_batches * stage.compute_forward_s,
+        "backward": micro_batches * stage.compute_backward_s,
+        "recompute": micro_batches * stage.recompute_s,
+        "tensor_communication": micro_batches * (stage.tensor_forward_s + stage.tensor_backward_s),
+        "sharded_state": micro_batches * (stage.data.forward_s + stage.data.backward_s),
+        "gradient_synchronisation": stage.synchronise_s,
+        "optimizer": stage.optimizer_s,
+    }
+    rest = max(0.0, evaluation.step_s - sum(terms.values()))
+    sends = min(rest, 2 * sum(evaluation.sends_s))
+    return terms | {"sends": sends, "bubble": rest - sends}
+
+
+def model_flops(space: Space) -> float:
+    """FLOPs of forward and backward for one sample, without recompute."""
+    graph = space.problem.layers
+    each = [sum(op.flops + op.backward_flops for op in kind.operators if op.batched) for kind in graph.kinds]
+    return sum(each[layer.kind] for layer in graph.layers)
+
+
+def thriftiest_policies(costs: list[KindCosts], tables: Tables) -> tuple[str, ...]:
+    """For each layer the policy that keeps least."""
+    return tuple(tables.chain.thriftiest(c) for c in costs)
+
+
+def stage_link(space: Space, *, size: int, stride: int) -> str:
+    """Name of the slowest link that a group crosses."""
+    return communication.group_on(space.problem.cluster, size=size, stride=stride).link_name

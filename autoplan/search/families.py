@@ -1,0 +1,155 @@
+"""Why not less, and why not more: the best plan of every family of parallelism, or by how much none of it fits."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+
+from autoplan.plan import Alternative, Strategy
+from autoplan.search.engine import Decision, Engine
+from autoplan.search.evaluate import Evaluation, evaluate_decision, time_terms
+from autoplan.search.shortfall import Shortfall, nearest
+
+GIB = 2**30
+# Candidates of a family that are solved before the best of them stands for it.
+MOST_SOLVED = 32
+
+FAMILIES: tuple[tuple[str, tuple[str, ...], bool | None], ...] = (
+    ("one GPU", (), False),
+    ("data", ("data",), False),
+    ("data with sharded state", ("data",), True),
+    ("pipeline", ("pipeline",), False),
+    ("tensor", ("tensor",), False),
+    ("data x pipeline", ("data", "pipeline"), None),
+    ("data x tensor", ("data", "tensor"), None),
+    ("pipeline x tensor", ("pipeline", "tensor"), None),
+    ("data x pipeline x tensor", ("data", "pipeline", "tensor"), None),
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FamilyBest:
+    """The best of a family (``evaluation``), or how the nearest of it does not fit (``shortfall``)."""
+
+    family: str
+    evaluation: Evaluation | None
+    shortfall: Shortfall | None
+
+
+def family_of(strategy: Strategy) -> str:
+    """The family that a strategy belongs to."""
+    for name, axes, sharded in FAMILIES:
+        used = tuple(axis for axis in ("data", "pipeline", "tensor") if getattr(strategy, axis) > 1)
+        if used == axes and sharded in (None, bool(strategy.zero_stage)):
+            return name
+    raise ValueError(f"no family for {strategy}")
+
+
+def best_of_families(engine: Engine) -> tuple[FamilyBest, ...]:
+    """One entry for every family that has candidates."""
+    return tuple(best for name, axes, sharded in FAMILIES if (best := _best(engine, name, axes, sharded)) is not None)
+
+
+def _best(engine: Engine, name: str, axes: tuple[str, ...], sharded: bool | None) -> FamilyBest | None:
+    candidates = engine.space.candidates
+    chosen = np.ones(len(candidates), dtype=bool)
+    for axis in ("data", "pipeline", "tensor"):
+        chosen &= (getattr(candidates, axis) > 1) == (axis in axes)
+    if sharded is not None:
+        chosen &= (candidates.zero_stage > 0) == sharded
+    if not chosen.any():
+        return None
+    decision = _fastest(engine, chosen)
+    if decision is None:
+        return FamilyBest(family=name, evaluation=None, shortfall=nearest(engine, chosen))
+    evaluation = evaluate_decision(engine.space, decision.strategy, decision.cuts)
+    return FamilyBest(family=name, evaluation=evaluation, shortfall=None)
+
+
+def _fastest(engine: Engine, chosen: np.ndarray) -> Decision | None:
+    """Best-first within the family, by the dynamic program alone; at most :data:`MOST_SOLVED` are solved."""
+    best: Decision | None = None
+    solved = 0
+    for index in engine.order(chosen):
+        if best is not None and (engine.bounds.step_s[index] >= best.value_s or solved >= MOST_SOLVED):
+            break
+        if not engine.fits(index):
+            continue
+        solved += 1
+        found = engine.compare(index, cutoff_s=best.value_s if best else math.inf)
+        if found is not None and (best is None or found.value_s < best.value_s):
+            best = found
+    return best
+
+
+def alternatives(families: tuple[FamilyBest, ...], chosen: Evaluation, *, forced: bool) -> tuple[Alternative, ...]:
+    """Every family but the chosen one, with the reason in a sentence."""
+    own = family_of(chosen.strategy)
+    # What was forced is compared with the best of its own family too.
+    listed = [f for f in families if f.family != own or (forced and f.evaluation and _faster(f.evaluation, chosen))]
+    return tuple(_alternative(family, chosen, forced) for family in listed)
+
+
+def _faster(one: Evaluation, other: Evaluation) -> bool:
+    return one.step_s < other.step_s * (1 - 1e-9)
+
+
+def _alternative(family: FamilyBest, chosen: Evaluation, forced: bool) -> Alternative:
+    if family.evaluation is not None:
+        evaluation = family.evaluation
+        return Alternative(
+            family=family.family,
+            strategy=evaluation.strategy,
+            step_time_s=evaluation.step_s,
+            peak_memory_bytes=evaluation.peak_bytes,
+            short_by_bytes=0.0,
+            why_not=_slower(evaluation, chosen, forced),
+        )
+    short = family.shortfall
+    if short is None:
+        raise ValueError(f"family {family.family} has neither a plan nor a shortfall")
+    return Alternative(
+        family=family.family,
+        strategy=short.strategy,
+        step_time_s=None,
+        peak_memory_bytes=short.peak_bytes,
+        short_by_bytes=max(0.0, short.short_bytes),
+        why_not=_too_big(short),
+    )
+
+
+def _too_big(short: Shortfall) -> str:
+    where = f" on stage {short.stage}" if short.strategy.pipeline > 1 else ""
+    term = short.largest_term
+    return (
+        f"does not fit: {gib(short.short_bytes)} too much{where}; the largest term is {term.replace('_', ' ')}, "
+        f"{gib(short.terms[term])}"
+    )
+
+
+def _slower(evaluation: Evaluation, chosen: Evaluation, forced: bool) -> str:
+    ratio = evaluation.step_s / chosen.step_s
+    if ratio < 1:
+        gain = f"{(1 - ratio) * 100:.1f}% faster"
+        return f"{gain}, but other values were forced" if forced else f"{gain}, for more parallelism"
+    if ratio < 1.0005:
+        return "equally fast, with no less parallelism"
+    pace = f"{(ratio - 1) * 100:.1f}% slower" if ratio < 2 else f"{ratio:.1f} times as long"
+    return f"{pace}: {_largest_excess(evaluation, chosen)}"
+
+
+def _largest_excess(evaluation: Evaluation, chosen: Evaluation) -> str:
+    """The term of the step that grows most against the chosen plan."""
+    mine, theirs = time_terms(evaluation), time_terms(chosen)
+    name = max(mine, key=lambda term: mine[term] - theirs[term])
+    if name in ("forward", "backward") and evaluation.strategy.gpus < chosen.strategy.gpus:
+        return f"it computes on {evaluation.strategy.gpus} of {chosen.strategy.gpus} GPUs"
+    share = mine[name] / evaluation.step_s
+    return f"{name.replace('_', ' ')} takes {share * 100:.0f}% of its step"
+
+
+def gib(value: float) -> str:
+    """Bytes in GiB, for sentences."""
+    return f"{value / GIB:.2f} GiB"

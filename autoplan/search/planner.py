@@ -1,0 +1,123 @@
+"""search() and predict(): from a problem to a plan with its reasons."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import time
+
+from autoplan.plan import Certificate, ClusterSummary, ModelSummary, Plan
+from autoplan.search.axes import axes
+from autoplan.search.cases import case
+from autoplan.search.engine import TOLERANCE, Engine, Found
+from autoplan.search.evaluate import Evaluation, evaluate_decision, plan_stages, predicted
+from autoplan.search.families import alternatives, best_of_families
+from autoplan.search.infeasible import infeasible
+from autoplan.search.milp import default_solver
+from autoplan.search.problem import Problem
+from autoplan.search.solver import SolverName
+from autoplan.search.space import open_space
+
+_OVERLAP = "no communication is hidden behind compute: the runtime synchronises after the last backward"
+
+
+def search(problem: Problem, *, time_limit_s: float | None = None, solver: SolverName | str | None = "auto") -> Plan:
+    """The plan with the least parallelism that is within 2% of the fastest, with its proof.
+
+    Raises :class:`StrategyError` for forced keys that are not legal, :class:`InfeasibleError` where nothing fits. With
+    ``time_limit_s`` the best plan found by then is returned and its certificate says what is not proven. ``solver``:
+    "HiGHS", "CBC", None for the exact dynamic program alone, "auto" for the first that is installed.
+    """
+    return _answer(problem, time_limit_s, solver, tolerance=TOLERANCE)
+
+
+def predict(problem: Problem, *, solver: SolverName | str | None = "auto") -> Plan:
+    """Time and memory of the forced keys; what they leave open takes the value that costs least, and is named in the
+    plan's assumptions. Raises as :func:`search`."""
+    plan = _answer(problem, None, solver, tolerance=0.0)
+    open_keys = ("data", "tensor", "pipeline", "zero_stage", "micro_batch_size", "schedule")
+    filled = [f"{key} {getattr(plan.strategy, key)}" for key in open_keys if key not in problem.forced]
+    if not filled:
+        return plan
+    note = f"not given, so the value that costs least: {', '.join(filled)}"
+    return dataclasses.replace(plan, assumptions=(note, *plan.assumptions))
+
+
+def _answer(problem: Problem, time_limit_s: float | None, solver: SolverName | str | None, tolerance: float) -> Plan:
+    started = time.perf_counter()
+    deadline = math.inf if time_limit_s is None else time.monotonic() + time_limit_s
+    chosen_solver: SolverName | None = default_solver() if solver == "auto" else solver  # type: ignore[assignment]
+    engine = Engine(space=open_space(problem), solver=chosen_solver, deadline=deadline)
+    found = engine.run(tolerance)
+    if found is None:
+        raise infeasible(engine)
+    evaluation = evaluate_decision(engine.space, found.chosen.strategy, found.chosen.cuts)
+    plan = _plan(engine, found, evaluation)
+    return dataclasses.replace(plan, seconds={"search": round(time.perf_counter() - started, 3)})
+
+
+def _plan(engine: Engine, found: Found, evaluation: Evaluation) -> Plan:
+    space = engine.space
+    problem, strategy = space.problem, evaluation.strategy
+    free = engine
+    if problem.forced:
+        free = Engine(space=open_space(dataclasses.replace(problem, forced={})), solver=None)
+    families = best_of_families(free)
+    return Plan(
+        gpus=problem.cluster.gpus,
+        gpus_used=strategy.gpus,
+        global_batch=problem.global_batch,
+        precision=problem.precision,
+        optimizer=problem.optimizer,
+        model=_model(problem),
+        cluster=_cluster(problem),
+        strategy=strategy,
+        forced=dict(problem.forced),
+        stages=plan_stages(evaluation),
+        predicted=predicted(space, evaluation),
+        certificate=_certificate(found, evaluation),
+        case=case(problem, evaluation, families),
+        axes=axes(space, evaluation),
+        alternatives=alternatives(families, evaluation, forced=bool(problem.forced)),
+        assumptions=(*problem.assumptions, _OVERLAP) if strategy.data > 1 else problem.assumptions,
+    )
+
+
+def _model(problem: Problem) -> ModelSummary:
+    layers = problem.layers
+    return ModelSummary(
+        name=layers.name,
+        parameters=layers.parameters,
+        trainable_parameters=layers.trainable_parameters,
+        tokens_per_sample=layers.tokens_per_sample,
+        dtype=layers.dtype,
+        layers=tuple(layer.name for layer in layers.layers),
+        fingerprint=layers.fingerprint,
+    )
+
+
+def _cluster(problem: Problem) -> ClusterSummary:
+    cluster = problem.cluster
+    return ClusterSummary(
+        spec=cluster.spec,
+        device=cluster.device.name,
+        nodes=cluster.nodes,
+        gpus_per_node=cluster.gpus_per_node,
+        memory_bytes=cluster.device.memory_bytes,
+    )
+
+
+def _certificate(found: Found, evaluation: Evaluation) -> Certificate:
+    counts, best_s = found.counts, found.best.value_s
+    return Certificate(
+        status="optimal" if found.proven else "feasible",
+        lower_bound_s=min(found.lower_bound_s, evaluation.step_s),
+        gap=0.0 if found.proven else (best_s - found.lower_bound_s) / best_s,
+        considered=counts.considered,
+        pruned_by_memory=counts.pruned_by_memory,
+        pruned_by_bound=counts.pruned_by_bound,
+        solved=counts.solved,
+        solver=found.best.proven_by,
+        objective_s=evaluation.objective_s,
+        best_s=best_s,
+    )

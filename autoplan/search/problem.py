@@ -1,0 +1,69 @@
+"""What the search is asked: the model as layers, the machines, the batch, and what the user forces."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from autoplan.cluster import Cluster
+from autoplan.errors import StrategyError
+from autoplan.layers.types import LayerGraph, LayerKind
+from autoplan.schedules import SCHEDULES
+
+RECOMPUTE_POLICIES = ("none", "selective", "full")
+ZERO_STAGES = (0, 1, 2, 3)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Problem:
+    """One planning question.
+
+    ``tensor_kinds(degree)`` gives the layer kinds under a tensor degree, aligned with ``layers.kinds``; it raises
+    :class:`StrategyError` where the degree is illegal for the model, and says why. ``forced`` holds strategy keys of
+    the user (checked by :func:`autoplan.search.forced.read_forced`). ``batch_coupling``: why the batch may not be
+    split, "" if it may. ``fixed_micro_batch``: the only micro-batch size that the graph runs at, None if any.
+    ``zero_stages`` and ``recompute_policies``: what may be chosen (a runtime executes fewer than can be priced).
+    ``max_tensor``: the highest tensor degree tried unless forced; None means the GPUs of one node.
+    """
+
+    layers: LayerGraph
+    tensor_kinds: Callable[[int], tuple[LayerKind, ...]]
+    cluster: Cluster
+    global_batch: int
+    precision: str
+    optimizer: str = "adamw"
+    forced: Mapping[str, Any] = field(default_factory=dict)
+    batch_coupling: str = ""
+    fixed_micro_batch: int | None = None
+    zero_stages: tuple[int, ...] = ZERO_STAGES
+    recompute_policies: tuple[str, ...] = RECOMPUTE_POLICIES
+    schedules: tuple[str, ...] = SCHEDULES
+    max_tensor: int | None = None
+    assumptions: tuple[str, ...] = ()
+
+    def kinds(self, degree: int) -> tuple[LayerKind, ...]:
+        """Layer kinds under ``degree``; the model's own for 1."""
+        return self.layers.kinds if degree == 1 else self.tensor_kinds(degree)
+
+
+def check(problem: Problem) -> None:
+    """Raise :class:`StrategyError` for a batch that no strategy can run."""
+    if problem.global_batch < 1:
+        raise StrategyError(f"global batch {problem.global_batch} is not one", legal="a whole number of samples from 1")
+    if not problem.layers.layers:
+        raise StrategyError("the model has no layers, so there is nothing to plan", where=problem.layers.name)
+    fixed = problem.fixed_micro_batch
+    if fixed and problem.global_batch % fixed:
+        raise StrategyError(
+            f"the graph runs at batch {fixed} only, and global batch {problem.global_batch} is no multiple of it",
+            legal=f"global batch {fixed}, {2 * fixed}, {3 * fixed}, ...",
+            attempt=f"global_batch={max(1, problem.global_batch // fixed) * fixed}",
+        )
+    if fixed and problem.batch_coupling and fixed != problem.global_batch:
+        raise StrategyError(
+            f"the graph runs at batch {fixed} only, and the global batch {problem.global_batch} cannot be split",
+            where=problem.batch_coupling,
+            legal=f"global batch {fixed}",
+            attempt=f"give example inputs with {problem.global_batch} samples",
+        )

@@ -1,0 +1,128 @@
+"""Which layers of a stage recompute: the least added time that fits, exactly.
+
+A layer under policy r keeps ``keep[r]`` bytes a micro-batch and adds ``extra[r]`` seconds to its backward. Within a
+stage only sums matter, and layers of one kind are alike, so a choice is a count for each (kind, policy):
+
+    minimise sum_k sum_r n[k, r] extra[k, r]   subject to   sum_k sum_r n[k, r] saved[k, r] >= deficit
+
+with saved[k, r] = keep[k, none] - keep[k, r]. The *frontier* of a multiset of layers lists its undominated (saved,
+extra) pairs, so one look-up answers every deficit. Above :data:`MOST_POINTS` pairs (many layers no two of which are
+alike) some are dropped: the answer still fits, and may recompute a little more than needed.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_left
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+
+import numpy as np
+from numpy.typing import NDArray
+
+Floats = NDArray[np.float64]
+
+MOST_POINTS = 2048
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """What one policy of a kind saves (bytes a micro-batch) and costs (seconds a micro-batch), against keeping all."""
+
+    policy: str
+    saved_bytes: float
+    extra_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class _Step:
+    """One kind's contribution: for each point of the frontier, where it came from and the counts that were added."""
+
+    kind: int
+    choices: tuple[Choice, ...]
+    parent: NDArray[np.int64]
+    counts: NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class Frontier:
+    """Undominated (saved, extra) pairs, both ascending; the first is (0, 0), keeping everything."""
+
+    saved_bytes: Floats
+    extra_s: Floats
+    steps: tuple[_Step, ...]
+
+    @cached_property
+    def _lists(self) -> tuple[list[float], list[float]]:
+        return self.saved_bytes.tolist(), self.extra_s.tolist()
+
+    def least_extra_s(self, deficit_bytes: float) -> float:
+        """Least seconds that save at least ``deficit_bytes``; inf where nothing does."""
+        saved, extra = self._lists
+        at = bisect_left(saved, deficit_bytes)
+        return extra[at] if at < len(extra) else math.inf
+
+    def counts(self, deficit_bytes: float) -> dict[int, dict[str, int]]:
+        """For each kind how many of its layers follow each policy (those that keep everything left out)."""
+        at = bisect_left(self._lists[0], deficit_bytes)
+        answer: dict[int, dict[str, int]] = {}
+        for step in reversed(self.steps):
+            mine = answer.setdefault(step.kind, {})
+            for choice, number in zip(step.choices, step.counts[at], strict=True):
+                if number:
+                    mine[choice.policy] = mine.get(choice.policy, 0) + int(number)
+            at = int(step.parent[at])
+        return answer
+
+
+NOTHING = Frontier(np.zeros(1), np.zeros(1), ())
+
+
+def frontier(counts: tuple[tuple[int, int], ...], choices: dict[int, tuple[Choice, ...]]) -> Frontier:
+    """The frontier of a stage that holds ``counts``: pairs (kind, number of layers)."""
+    answer = NOTHING
+    for kind, number in counts:
+        answer = extend(answer, kind, number, choices.get(kind, ()))
+    return answer
+
+
+def extend(base: Frontier, kind: int, number: int, choices: tuple[Choice, ...]) -> Frontier:
+    """``base`` with ``number`` more layers of ``kind``."""
+    own = tuple(c for c in choices if c.saved_bytes > 0)
+    if not own or not number:
+        return base
+    saved, extra, counts = _one_kind(number, own)
+    all_saved = (base.saved_bytes[:, None] + saved[None, :]).ravel()
+    all_extra = (base.extra_s[:, None] + extra[None, :]).ravel()
+    kept = _undominated(all_saved, all_extra)
+    if len(kept) > MOST_POINTS:
+        kept = kept[_thin(len(kept))]
+    parent, added = np.divmod(kept, len(saved))
+    return Frontier(all_saved[kept], all_extra[kept], (*base.steps, _Step(kind, own, parent, counts[added])))
+
+
+@lru_cache(maxsize=4096)
+def _one_kind(number: int, choices: tuple[Choice, ...]) -> tuple[Floats, Floats, NDArray[np.int64]]:
+    """Undominated points of ``number`` alike layers, and how many follow each choice."""
+    ranges = np.meshgrid(*[np.arange(number + 1)] * len(choices), indexing="ij")
+    counts = np.stack([axis.ravel() for axis in ranges], axis=1)
+    counts = counts[counts.sum(axis=1) <= number]
+    saved = counts @ np.array([c.saved_bytes for c in choices])
+    extra = counts @ np.array([c.extra_s for c in choices])
+    kept = _undominated(saved, extra)
+    return saved[kept], extra[kept], counts[kept]
+
+
+def _undominated(saved: Floats, extra: Floats) -> NDArray[np.int64]:
+    """Indices of the points that no other beats in both, by ascending saving; ties keep the lowest index."""
+    order = np.lexsort((np.arange(len(saved)), extra, -saved))
+    # Walking from the largest saving down, a point stays if it is strictly cheaper than all before it.
+    cheapest = np.minimum.accumulate(extra[order])
+    stays = np.concatenate(([True], extra[order][1:] < cheapest[:-1]))
+    return order[stays][::-1]
+
+
+def _thin(points: int) -> NDArray[np.int64]:
+    """At most :data:`MOST_POINTS` indices, first and last among them. Dropping a point is conservative: what it would
+    have served takes the next one, which saves more."""
+    return np.unique(np.linspace(0, points - 1, MOST_POINTS).astype(np.int64))

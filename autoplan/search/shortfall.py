@@ -1,0 +1,93 @@
+"""By how much the nearest candidate does not fit: the split whose fullest GPU needs least, and what fills it."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from dataclasses import dataclass
+
+import numpy as np
+
+from autoplan.plan import Strategy
+from autoplan.search.engine import Engine
+from autoplan.search.evaluate import stage_costs
+from autoplan.search.space import Space
+
+# Candidates that are split exactly before the nearest of them is the answer.
+MOST_TRIED = 64
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shortfall:
+    """``short_bytes`` (above 0: does not fit) on ``stage`` of ``strategy``, whose memory is ``terms``."""
+
+    strategy: Strategy
+    cuts: tuple[int, ...]
+    stage: int
+    short_bytes: float
+    terms: dict[str, float]
+
+    @property
+    def largest_term(self) -> str:
+        return max(self.terms, key=lambda name: self.terms[name])
+
+    @property
+    def peak_bytes(self) -> float:
+        return sum(self.terms.values())
+
+
+def nearest(engine: Engine, chosen: np.ndarray | None = None) -> Shortfall | None:
+    """The candidate (of those ``chosen``) whose fullest GPU needs least; None where there is no candidate."""
+    space, bounds = engine.space, engine.bounds
+    rows = np.arange(len(space.candidates)) if chosen is None else np.nonzero(chosen)[0]
+    order = sorted((int(i) for i in rows), key=lambda i: (bounds.short_bytes[i], i))
+    capacity = space.problem.cluster.device.memory_bytes
+    best: tuple[float, Strategy, tuple[int, ...]] | None = None
+    for index in order[:MOST_TRIED]:
+        if best is not None and bounds.short_bytes[index] >= best[0] - capacity:
+            break
+        strategy = space.candidates.strategy(index)
+        found = _fullest(space, strategy)
+        if best is None or found[0] < best[0]:
+            best = (found[0], strategy, found[1])
+    return None if best is None else _describe(space, best[1], best[2])
+
+
+def _fullest(space: Space, strategy: Strategy) -> tuple[float, tuple[int, ...]]:
+    """Least possible bytes of the fullest stage, and the cuts: a min-max path over all stages."""
+    tables = space.tables(strategy)
+    least = np.full(tables.chain.layers + 1, math.inf)
+    least[0] = 0.0
+    back = []
+    for stage in range(strategy.pipeline):
+        through = np.maximum(least[:, None], tables.least_bytes(stage))
+        back.append(np.argmin(through, axis=0))
+        least = np.min(through, axis=0)
+    cuts = [tables.chain.layers]
+    for choice in reversed(back):
+        cuts.append(int(choice[cuts[-1]]))
+    return float(least[-1]), tuple(reversed(cuts))
+
+
+def _describe(space: Space, strategy: Strategy, cuts: tuple[int, ...]) -> Shortfall:
+    tables = space.tables(strategy)
+    chain = tables.chain
+    stages = [
+        stage_costs(
+            space,
+            tables,
+            stage,
+            first,
+            end,
+            tuple(chain.thriftiest(chain.costs[k]) for k in chain.kinds[first:end]),
+        )
+        for stage, (first, end) in enumerate(itertools.pairwise(cuts))
+    ]
+    fullest = max(range(len(stages)), key=lambda s: stages[s].peak_bytes)
+    return Shortfall(
+        strategy=strategy,
+        cuts=cuts,
+        stage=fullest,
+        short_bytes=stages[fullest].peak_bytes - space.problem.cluster.device.memory_bytes,
+        terms=stages[fullest].memory_terms,
+    )

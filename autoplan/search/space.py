@@ -1,0 +1,117 @@
+"""The priced search space: candidates, and what each needs to be bounded or solved. Everything is asked for once."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from functools import cached_property
+
+from autoplan.cost_models.memory import count_elements
+from autoplan.cost_models.recipes import Recipe, recipe
+from autoplan.errors import StrategyError
+from autoplan.layers.types import LayerKind
+from autoplan.plan import Strategy
+from autoplan.search.chain import Chain, build_chain
+from autoplan.search.degrees import Candidates, enumerate_candidates, tensor_degrees
+from autoplan.search.forced import Forced, read_forced
+from autoplan.search.pricing import KindCosts, StateCosts, kind_costs, state_costs
+from autoplan.search.problem import Problem, check
+from autoplan.search.tables import Tables
+
+
+@dataclass(frozen=True, kw_only=True)
+class Space:
+    """A problem with its forced keys and its caches."""
+
+    problem: Problem
+    forced: Forced
+    _kinds: dict[int, tuple[LayerKind, ...]] = field(default_factory=dict, init=False)
+    _costs: dict[tuple[int, int], tuple[KindCosts, ...]] = field(default_factory=dict, init=False)
+    _chains: dict[tuple[int, int], Chain] = field(default_factory=dict, init=False)
+    _states: dict[tuple[int, int, bool, bool], StateCosts] = field(default_factory=dict, init=False)
+    _totals: dict[int, tuple[int, int]] = field(default_factory=dict, init=False)
+
+    @cached_property
+    def recipe(self) -> Recipe:
+        return recipe(self.problem.precision, self.problem.optimizer)
+
+    @cached_property
+    def candidates(self) -> Candidates:
+        """Every legal tuple of degrees."""
+        return enumerate_candidates(self.problem, self.forced, tensors=self.tensors)
+
+    @cached_property
+    def tensors(self) -> tuple[int, ...]:
+        """Tensor degrees that the model allows."""
+        return tuple(d for d in tensor_degrees(self.problem, self.forced) if d not in self.refused)
+
+    @cached_property
+    def refused(self) -> dict[int, str]:
+        """Tensor degrees that the model does not allow, and why."""
+        reasons: dict[int, str] = {}
+        for degree in tensor_degrees(self.problem, self.forced):
+            try:
+                self.kinds(degree)
+            except StrategyError as error:
+                reasons[degree] = error.what
+        return reasons
+
+    @cached_property
+    def policies(self) -> tuple[str, ...]:
+        """Recompute policies that may be chosen; the first is what a layer does where memory allows."""
+        if self.forced.recompute is not None:
+            return (self.forced.recompute,)
+        return ("none", *(p for p in self.problem.recompute_policies if p != "none"))
+
+    def kinds(self, tensor: int) -> tuple[LayerKind, ...]:
+        """Layer kinds under a tensor degree; raises :class:`StrategyError`."""
+        if tensor not in self._kinds:
+            self._kinds[tensor] = self.problem.kinds(tensor)
+        return self._kinds[tensor]
+
+    def chain(self, tensor: int, micro_batch: int) -> Chain:
+        """The priced layers."""
+        key = (tensor, micro_batch)
+        if key not in self._chains:
+            kinds = self.kinds(tensor)
+            costs = tuple(
+                kind_costs(kind, self.problem.cluster, tensor=tensor, micro_batch=micro_batch) for kind in kinds
+            )
+            self._chains[key] = build_chain(
+                self.problem.layers, kinds, costs, policies=self.policies, samples=micro_batch
+            )
+        return self._chains[key]
+
+    def totals(self, tensor: int) -> tuple[int, int]:
+        """Distinct parameter elements of the model on one tensor rank, and those that train."""
+        if tensor not in self._totals:
+            kinds = self.kinds(tensor)
+            counted = count_elements([kinds[layer.kind] for layer in self.problem.layers.layers])
+            self._totals[tensor] = counted.total, counted.trainable
+        return self._totals[tensor]
+
+    def states(self, strategy: Strategy) -> StateCosts:
+        """Bytes a parameter under ``strategy``."""
+        key = (strategy.data, strategy.zero_stage, strategy.tensor > 1, strategy.pipeline > 1)
+        if key not in self._states:
+            self._states[key] = state_costs(strategy, self.recipe, self.problem.cluster.device)
+        return self._states[key]
+
+    def tables(self, strategy: Strategy, *, period_limit_s: float = math.inf) -> Tables:
+        """The arcs of ``strategy``."""
+        return Tables(
+            chain=self.chain(strategy.tensor, strategy.micro_batch_size),
+            strategy=strategy,
+            cluster=self.problem.cluster,
+            recipe=self.recipe,
+            states=self.states(strategy),
+            period_limit_s=period_limit_s,
+        )
+
+
+def open_space(problem: Problem) -> Space:
+    """Check the problem and price nothing yet; raises :class:`StrategyError`."""
+    check(problem)
+    space = Space(problem=problem, forced=read_forced(problem))
+    recipe(problem.precision, problem.optimizer)  # an unknown one is the user's mistake: say so before any work
+    return space

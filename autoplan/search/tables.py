@@ -1,0 +1,279 @@
+"""Arcs of one strategy: for every stage and span of layers its period, cost and tail, with the least recompute that
+fits.
+
+For a span held by a stage with f micro-batches in flight (:mod:`autoplan.cost_models.memory` in terms of sums):
+
+    states + fixed + (1 + r) max(temporary, f saved + window + passing + gathered) <= capacity
+    period = forward + backward + recompute + what sharded state exposes every micro-batch
+    tail   = gradient synchronisation + optimizer step
+
+1F1B alternates with its neighbours, so a send holds up every micro-batch: a stage's period counts the send into it and
+the one out of it (w micro-batches in flight make a round trip of w periods, so that over uniform stages this is the
+simulator's steady state). Under GPipe sends only lengthen the pipeline.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import cached_property
+
+import numpy as np
+from numpy.typing import NDArray
+
+from autoplan import schedules
+from autoplan.cluster import Cluster
+from autoplan.cost_models import communication, compute
+from autoplan.cost_models.data_parallel import DataParallelTime, data_parallel_time
+from autoplan.cost_models.recipes import Recipe
+from autoplan.plan import Strategy
+from autoplan.search.chain import Chain
+from autoplan.search.pricing import StateCosts, at_values
+from autoplan.search.split import SplitProblem, StageTable
+
+Floats = NDArray[np.float64]
+Integers = NDArray[np.int64]
+
+# Kept free of what the device has, against the rounding of sums.
+MARGIN = 1e-6
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tables:
+    """``period_limit_s``: spans with a longer period (before recompute) are left out. ``only``: a single span."""
+
+    chain: Chain
+    strategy: Strategy
+    cluster: Cluster
+    recipe: Recipe
+    states: StateCosts
+    period_limit_s: float = math.inf
+    only: tuple[int, int] | None = None
+    _by_flight: dict[int, Floats] = field(default_factory=dict, init=False)
+    _by_stage: dict[int, StageTable] = field(default_factory=dict, init=False)
+
+    def problem(self) -> SplitProblem:
+        """The split problem of this strategy."""
+        return SplitProblem(
+            layers=self.chain.layers,
+            stages=self.strategy.pipeline,
+            micro_batches=self.strategy.micro_batches,
+            table=self.table,
+        )
+
+    def table(self, stage: int) -> StageTable:
+        """Arcs of ``stage``, remembered."""
+        if stage not in self._by_stage:
+            self._by_stage[stage] = self._build(stage)
+        return self._by_stage[stage]
+
+    @cached_property
+    def _alike(self) -> tuple[Integers, Integers, Integers]:
+        """Spans that cost the same are priced once: (first, end) of one of each, and for every span its position."""
+        first, end = self.spans
+        representatives, member = self.chain.alike(first, end)
+        return first[representatives], end[representatives], member
+
+    @property
+    def rows(self) -> tuple[Integers, Integers]:
+        """(first, end) of the spans that are priced: one of each that are alike."""
+        return self._alike[:2]
+
+    def in_flight(self, stage: int) -> int:
+        """Micro-batches whose activations ``stage`` holds."""
+        return schedules.in_flight(
+            self.strategy.schedule,
+            stage=stage,
+            stages=self.strategy.pipeline,
+            micro_batches=self.strategy.micro_batches,
+        )
+
+    @cached_property
+    def spans(self) -> tuple[Integers, Integers]:
+        """(first, end) of every span that may be a stage, by first and then end."""
+        layers, stages = self.chain.layers, self.strategy.pipeline
+        if self.only is not None:
+            return np.array([self.only[0]]), np.array([self.only[1]])
+        if stages == 1:
+            return np.array([0]), np.array([layers])
+        period = self.chain.period
+        first, end = np.nonzero(period[None, :] - period[:, None] <= self.period_limit_s)
+        # Other stages need a layer each; with two stages a span touches one end of the model.
+        kept = (end > first) & (end - first <= layers - stages + 1)
+        if stages == 2:
+            kept &= (first == 0) | (end == layers)
+        return first[kept], end[kept]
+
+    @cached_property
+    def base_period(self) -> Floats:
+        """Seconds of a micro-batch without recompute and sends."""
+        first, end = self.rows
+        period = self.chain.period[end] - self.chain.period[first]
+        if self.strategy.zero_stage < 2:
+            return period
+        return period + self._data_axis(lambda t: t.forward_s + t.backward_s)
+
+    @cached_property
+    def tail(self) -> Floats:
+        """Seconds after the last backward: synchronisation of gradients, the optimizer, tied copies."""
+        first, end = self.rows
+        synchronise = self._data_axis(lambda t: t.step_s) if self.strategy.data > 1 else np.zeros(len(first))
+        step = at_values(self.optimizer_s, self.trainable)
+        for group, apart in self.chain.shares_tied(first, end) if self.strategy.pipeline > 1 else ():
+            synchronise = synchronise + np.where(apart, self.tied_s(group.elements), 0.0)
+        return synchronise + step
+
+    @cached_property
+    def elements(self) -> Floats:
+        first, end = self.rows
+        surplus = self.chain.tied_surplus(first, end, trainable_only=False)
+        return self.chain.elements[end] - self.chain.elements[first] - surplus
+
+    @cached_property
+    def trainable(self) -> Floats:
+        first, end = self.rows
+        surplus = self.chain.tied_surplus(first, end, trainable_only=True)
+        return self.chain.trainable[end] - self.chain.trainable[first] - surplus
+
+    @cached_property
+    def resident(self) -> Floats:
+        """States and fixed bytes of every span."""
+        states = self.states
+        return states.per_element * self.elements + states.per_trainable * self.trainable + states.fixed_bytes
+
+    @cached_property
+    def _moment_bytes(self) -> tuple[Floats, Floats]:
+        """Bytes left for activations of all micro-batches in flight and the recompute window; and whether the optimizer
+        step fits (as 0 or inf)."""
+        first, end = self.rows
+        capacity = self.cluster.device.memory_bytes * (1 - MARGIN)
+        left = (capacity - self.resident) / (1 + self.states.reserve)
+        step = np.where(self.states.temporary_per_trainable * self.trainable <= left, 0.0, math.inf)
+        window = self.states.window_per_element * self.chain.largest[first, end]
+        return left - self.chain.passing[first, end] - window, step
+
+    def extra(self, in_flight: int) -> Floats:
+        """For every row the least recompute seconds that fit; inf where nothing does."""
+        if in_flight not in self._by_flight:
+            self._by_flight[in_flight] = self._least_extra(in_flight)
+        return self._by_flight[in_flight]
+
+    def _least_extra(self, in_flight: int) -> Floats:
+        first, end = self.rows
+        chain = self.chain
+        room, step = self._moment_bytes
+        saved = chain.saved[end] - chain.saved[first]
+        extra = np.where(in_flight * saved + chain.first_window[first, end] <= room, step, math.inf)
+        least = chain.least_saved[end] - chain.least_saved[first]
+        for row in np.nonzero(~np.isfinite(extra) & np.isfinite(step) & (in_flight * least <= room))[0]:
+            key = chain.key(int(first[row]), int(end[row]))
+            for window in chain.windows:
+                deficit = float(saved[row]) - (float(room[row]) - window) / in_flight
+                extra[row] = min(extra[row], chain.frontier(key, window).least_extra_s(deficit))
+        return extra
+
+    def _build(self, stage: int) -> StageTable:
+        first, end = self.spans
+        member, strategy, last = self._alike[2], self.strategy, self.strategy.pipeline - 1
+        period = (self.base_period + self.extra(self.in_flight(stage)))[member]
+        sends = np.zeros(len(first))
+        if stage > 0:
+            sends = sends + self.send_s(stage - 1)[first]
+        if stage < last:
+            sends = sends + self.send_s(stage)[end]
+        cost = period + sends
+        if strategy.schedule != "gpipe":
+            period = cost
+        # The first stage starts with the first layer, the last ends with the last, and no other touches them.
+        legal = np.isfinite(period) & ((first == 0) == (stage == 0)) & ((end == self.chain.layers) == (stage == last))
+        where = first[legal], end[legal]
+        return StageTable(*(self._dense(where, values[legal]) for values in (period, cost, self.tail[member])))
+
+    def _dense(self, where: tuple[Integers, Integers], values: Floats) -> Floats:
+        answer = np.full((self.chain.layers + 1, self.chain.layers + 1), math.inf)
+        answer[where] = values
+        return answer
+
+    def policies(self, stage: int, first: int, end: int) -> tuple[str, ...]:
+        """The recompute policy of each layer of a span on ``stage``: the choice behind its least period."""
+        one = dataclasses.replace(self, only=(first, end))
+        in_flight, chain = self.in_flight(stage), self.chain
+        least = float(one.extra(in_flight)[0])
+        answer = [chain.policies[0]] * (end - first)
+        if least == 0.0 or not math.isfinite(least):
+            return tuple(answer)
+        counts = one.choice(in_flight, least)
+        for offset in range(end - first):
+            mine = counts.get(int(chain.kinds[first + offset]), {})
+            policy = next((p for p in chain.policies[1:] if mine.get(p)), None)
+            if policy:
+                mine[policy] -= 1
+                answer[offset] = policy
+        return tuple(answer)
+
+    def choice(self, in_flight: int, extra_s: float) -> dict[int, dict[str, int]]:
+        """For the only span: how many layers of each kind follow each policy to recompute for ``extra_s``."""
+        (first,), (end,) = self.rows
+        key = self.chain.key(int(first), int(end))
+        saved = float(self.chain.saved[end] - self.chain.saved[first])
+        for window in self.chain.windows:
+            deficit = saved - (float(self._moment_bytes[0][0]) - window) / in_flight
+            found = self.chain.frontier(key, window)
+            if found.least_extra_s(deficit) == extra_s:
+                return found.counts(deficit)
+        raise ValueError(f"no choice of recompute takes {extra_s} s")
+
+    def least_bytes(self, stage: int) -> Floats:
+        """[L + 1, L + 1] bytes that a span needs on ``stage`` where every layer saves the most memory it can."""
+        first, end = self.rows
+        saved = (self.chain.least_saved[end] - self.chain.least_saved[first]) * self.in_flight(stage)
+        opened = self.chain.least_window[first, end] + self.chain.passing[first, end]
+        opened = opened + self.states.window_per_element * self.chain.largest[first, end]
+        moment = np.maximum(saved + opened, self.states.temporary_per_trainable * self.trainable)
+        needed = self.resident + (1 + self.states.reserve) * moment
+        return self._dense(self.spans, needed[self._alike[2]])
+
+    def optimizer_s(self, trainable: float) -> float:
+        """Seconds of the optimizer step of a stage."""
+        shards = self.strategy.data if self.strategy.zero_stage else 1
+        if not trainable:
+            return 0.0
+        return compute.optimizer_step_s(
+            trainable / shards, self.cluster.device, bytes_per_element=self.recipe.step_bytes
+        )
+
+    def tied_s(self, elements: int) -> float:
+        """Seconds to sum a tied parameter's gradients over the two stages that hold it: first and last in nearly
+        every model, so that is the distance."""
+        strategy = self.strategy
+        apart = communication.Group(size=2, stride=strategy.data * strategy.tensor * (strategy.pipeline - 1))
+        return communication.all_reduce_s(self.cluster, apart, elements * self.recipe.gradients)
+
+    def data_axis(self, elements: float, trainable: float, layers: int) -> DataParallelTime:
+        """The data axis of one stage. The runtime hides none of it behind compute, so none is hidden here."""
+        return data_parallel_time(
+            self.cluster,
+            strategy=self.strategy,
+            weight_bytes=elements * self.recipe.weights,
+            gradient_bytes=trainable * self.recipe.gradients,
+            layers=layers,
+        )
+
+    def _data_axis(self, pick: Callable[[DataParallelTime], float]) -> Floats:
+        """``pick`` of every span's data axis. A transfer a layer, weights and gradients apart: nothing is hidden, so
+        that times add."""
+        first, end = self.rows
+        layers = end - first
+        gradients = at_values(lambda each: pick(self.data_axis(0.0, each, 1)), self.trainable / layers)
+        weights = at_values(lambda each: pick(self.data_axis(each, 0.0, 1)), self.elements / layers)
+        return layers * (gradients + weights)
+
+    def send_s(self, boundary: int) -> Floats:
+        """[L + 1] seconds to send one micro-batch from stage ``boundary`` to the next, by cut."""
+        distance = self.strategy.data * self.strategy.tensor
+        distinct, back = self.chain.distinct_cuts
+        return np.array(
+            [communication.boundary_send_s(self.cluster, b, stage=boundary, distance=distance) for b in distinct]
+        )[back]
