@@ -53,9 +53,8 @@ def _to_open(
 ) -> set[str]:
     """Blocks whose numbered children make the better layers.
 
-    A plain Sequential always; another module where its children are a chain of one class that covers it (a stage of
-    a hierarchical network), in all modules beside it. Experts are no chain, and the parts of a T5 block are no
-    one class.
+    A plain Sequential always; another module where chains of alike children cover it (a stage of a hierarchical
+    network, the level of a U-Net), in all modules beside it. Experts are no chain; a T5 block's parts are not alike.
     """
     families: dict[tuple[str, str], dict[str, list[Node]]] = defaultdict(lambda: defaultdict(list))
     for node, (path, kind) in chosen.items():
@@ -89,30 +88,48 @@ def _children(
 
 
 def _is_stage(facts: Facts, nodes: list[Node], children: Mapping[Node, tuple[str, str]]) -> bool:
-    """Whether most of ``nodes`` is a chain of children of one class, and no value goes around that chain."""
-    families: dict[str, list[Node]] = defaultdict(list)
-    for node, (path, _) in children.items():
-        families[_siblings(path)].append(node)
-    chain = {node: children[node] for node in max(families.values(), key=len, default=[])}
-    if len(chain) < _COVERED * len(nodes) or len({kind for _, kind in chain.values()}) != 1:
+    """Whether most of ``nodes`` is a chain of alike children, and the module's input does not go around it."""
+    classes: dict[str, set[str]] = defaultdict(set)
+    for path, kind in children.values():
+        classes[_siblings(path)].add(kind)
+    chain = {node: path for node, (path, _) in children.items() if len(classes[_siblings(path)]) == 1}
+    order = list(dict.fromkeys(chain[node] for node in nodes if node in chain))
+    if len(chain) < _COVERED * len(nodes):
         return False
-    order = list(dict.fromkeys(chain.values()))
-    follows = {
-        (chain[earlier], child) for node, child in chain.items() for earlier in facts.before[node] if earlier in chain
-    }
-    return all(pair in follows for pair in itertools.pairwise(order)) and not _is_bypassed(facts, nodes, set(chain))
+    follows = _follows(facts, nodes, chain)
+    return all(pair in follows for pair in itertools.pairwise(order)) and not _is_bypassed(facts, nodes, chain)
 
 
-def _is_bypassed(facts: Facts, nodes: list[Node], chain: set[Node]) -> bool:
-    """Whether a node after the chain also reads what is before it: a shortcut, so the module is one block."""
-    after = set(chain)
+def _follows(facts: Facts, nodes: list[Node], chain: Mapping[Node, str]) -> set[tuple[str, str]]:
+    """Pairs of children of which the second reads the first, directly or through nodes that are in no child."""
+    reached_from: dict[Node, set[str]] = {}
+    pairs: set[tuple[str, str]] = set()
     for node in nodes:
-        if node not in chain:
-            read = [earlier for earlier in facts.before[node] if earlier in facts.travelling]
-            if any(earlier in after for earlier in read):
-                after.add(node)
-                if not all(earlier in after for earlier in read):
-                    return True
+        origins: set[str] = set()
+        for earlier in facts.before[node]:
+            origins |= {chain[earlier]} if earlier in chain else reached_from.get(earlier, set())
+        if node in chain:
+            pairs |= {(origin, chain[node]) for origin in origins}
+        else:
+            reached_from[node] = origins
+    return pairs
+
+
+def _is_bypassed(facts: Facts, nodes: list[Node], chain: Mapping[Node, str]) -> bool:
+    """Whether a node behind a child reads what the first child's side reads too: a shortcut around a block."""
+    first = next((chain[node] for node in nodes if node in chain), "")
+    behind: set[Node] = set()
+    ahead: set[Node] = set()
+    for node in nodes:
+        read = {earlier for earlier in facts.before[node] if earlier in facts.travelling or earlier.op == "placeholder"}
+        if node in chain or read & behind:
+            behind.add(node)
+            if chain.get(node, first) == first and node in chain:
+                ahead |= read - behind
+            elif node not in chain and read & ahead:
+                return True
+        else:
+            ahead |= {node, *read}
     return False
 
 

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import heapq
 import operator
+import re
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -132,6 +133,7 @@ def _layers(
     real = [(path, nodes) for path, nodes in ordered if path]
     gaps = _gaps(facts, ordered, real)
     mean_flops = sum(rough_flops(node) for _, nodes in real for node in nodes) / max(1, len(real))
+    opened = {path[: at.start()] for path, _ in real for at in re.finditer(r"\.", path)}
     layers: list[tuple[str, list[Node]]] = []
     for index, (path, nodes) in enumerate([*real, ("", [])]):
         gap = gaps[index]
@@ -145,7 +147,7 @@ def _layers(
         else:
             nodes = [*gap, *nodes]
         if nodes:
-            layers.append((path, nodes))
+            layers.append(((dominant_module(facts, nodes) or path) if path in opened else path, nodes))
     return layers
 
 
