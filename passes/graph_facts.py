@@ -65,6 +65,15 @@ def affine_shape(tensor: Tensor, batch: object, node: Node) -> tuple[tuple[int, 
     return tuple(sizes)
 
 
+def memory_order(tensor: Tensor) -> tuple[int, ...]:
+    """The dimensions from the outermost in memory to the innermost; as they stand where some are expanded."""
+    strides = [size_at(stride, 4) for stride in tensor.stride()]
+    dimensions = range(tensor.dim())
+    if any(stride == 0 for stride in strides):
+        return tuple(dimensions)
+    return tuple(sorted(dimensions, key=lambda dimension: -strides[dimension]))
+
+
 def _affine(size: int | SymInt, batch: object) -> tuple[int, int] | None:
     if not isinstance(size, SymInt):
         return 0, int(size)
@@ -276,7 +285,7 @@ class GraphFacts:
             if node.op == "get_attr":
                 value = self.attribute(str(node.target))
                 found[node] = isinstance(value, nn.Parameter) and value.requires_grad
-            elif node.target in (aten.detach.default, aten.detach_.default):
+            elif _stops_gradients(node):
                 found[node] = False
             else:
                 # A write may bring a gradient to memory that had none: look through it as well.
@@ -285,13 +294,30 @@ class GraphFacts:
                 )
         return found
 
+    @cached_property
+    def _reached(self) -> frozenset[Node]:
+        """Nodes that the loss's backward comes to. What it does not come to has no gradient, which is not a gradient
+        of zeros: AdamW decays a weight whose gradient is zero and leaves one without gradient alone."""
+        reached = {self.loss}
+        for node in reversed(self.order):
+            if self._differentiable[node] and (node in reached or any(r in reached for r in self._later_writes(node))):
+                reached.add(node)
+                reached.update(self.dependencies(node))
+        return frozenset(reached)
+
+    def _later_writes(self, node: Node) -> list[Node]:
+        return [w for w, _ in self.writes_to(node) if self.position[w] > self.position[node]]
+
     def differentiable(self, node: Node) -> bool:
-        """Whether a gradient of the loss may reach ``node``."""
-        return self._differentiable[node] or any(
-            self._differentiable[write]
-            for write, _ in self.writes_to(node)
-            if self.position[write] > self.position[node]
-        )
+        """Whether the loss has a gradient with respect to ``node`` that some parameter needs."""
+        trained = self._differentiable[node] or any(self._differentiable[w] for w in self._later_writes(node))
+        return trained and node in self._reached
+
+
+def _stops_gradients(node: Node) -> bool:
+    if node.target in (aten.detach.default, aten.detach_.default):
+        return True
+    return str(node.target) == "wrap_with_set_grad_enabled" and node.args[0] is False
 
 
 def _is_floating(value: Any) -> bool:

@@ -27,7 +27,7 @@ from torch.fx import GraphModule, Node
 from autoplan.capture.errors import node_line
 from autoplan.capture.shapes import batch_symbol
 from autoplan.errors import AutoplanError
-from autoplan.passes.graph_facts import GraphFacts, affine_shape, copy_graph, sizes_from_batch
+from autoplan.passes.graph_facts import GraphFacts, affine_shape, copy_graph, memory_order, sizes_from_batch
 
 NAME = "split_stages"
 
@@ -36,14 +36,16 @@ NAME = "split_stages"
 class Value:
     """A tensor that one stage computes and ``destinations`` (ascending) read.
 
-    ``sizes``: a dimension is ``per_sample * micro_batch + constant`` long. ``differentiable``: a gradient comes back
-    from every destination, and their sum is the value's gradient.
+    ``sizes``: a dimension is ``per_sample * micro_batch + constant`` long. ``order``: its dimensions from the outermost
+    in memory to the innermost; the trace dropped copies that the layout made needless, so readers must get this layout.
+    ``differentiable``: a gradient comes back from every destination, and their sum is the value's gradient.
     """
 
     name: str
     source: int
     destinations: tuple[int, ...]
     sizes: tuple[tuple[int, int], ...]
+    order: tuple[int, ...]
     dtype: torch.dtype
     differentiable: bool
 
@@ -238,6 +240,7 @@ def _value(cut: _Cut, node: Node, targets: tuple[int, ...], batch: object) -> Va
         source=cut.stage[node],
         destinations=targets,
         sizes=affine_shape(tensor, batch, node),
+        order=memory_order(tensor),
         dtype=tensor.dtype,
         differentiable=cut.facts.differentiable(node),
     )

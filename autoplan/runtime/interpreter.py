@@ -140,18 +140,21 @@ class StageInterpreter:
         posted = []
         for value in self.stage.receives:
             assert self._channels is not None
-            buffer = torch.empty(value.shape(samples), dtype=value.dtype, device=self.device)
-            work = self._channels.receive(buffer, value, at=self.stage.index, micro_batch=index)
-            posted.append((value, buffer, work))
-        for value, buffer, work in posted:
+            shape = value.shape(samples)
+            memory = torch.empty([shape[d] for d in value.order], dtype=value.dtype, device=self.device)
+            work = self._channels.receive(memory, value, at=self.stage.index, micro_batch=index)
+            posted.append((value, memory, work))
+        received = []
+        for value, memory, work in posted:
             work.wait()
-            buffer.requires_grad_(value.differentiable)
-        return [(value, buffer) for value, buffer, _ in posted]
+            tensor = memory.permute([value.order.index(d) for d in range(memory.dim())])
+            received.append((value, tensor.requires_grad_(value.differentiable)))
+        return received
 
     def _send(self, value: Value, output: Tensor, index: int, run: _Run) -> None:
         assert self._channels is not None
-        tensor = output.detach().contiguous()
-        _check_shape(value, tensor, run.micro_batches[index].samples)
+        _check_shape(value, output, run.micro_batches[index].samples)
+        tensor = output.detach().permute(value.order).contiguous()
         for destination in value.destinations:
             work = self._channels.send(tensor, value, destination=destination, micro_batch=index)
             run.pending.add(work, tensor)

@@ -1,0 +1,113 @@
+"""Train a model alone and as a planned program, and compare every number."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from autoplan.capture import Capture, capture
+from autoplan.runtime import Program
+from tests.support.plans import hand_plan, one_layer_a_node
+
+LEARNING_RATE = 1e-2
+MAX_NORM = 0.5
+
+Optimizer = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
+
+
+def adamw(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(parameters, lr=LEARNING_RATE)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Trained:
+    """What some steps left behind, by the user's names. ``norms`` are of the gradients before they were clipped."""
+
+    losses: list[float]
+    norms: list[float]
+    gradients: list[dict[str, Tensor]]
+    weights: dict[str, Tensor]
+    peak_in_flight: int = 0
+
+
+def in_double(model: nn.Module, batch: Any) -> tuple[nn.Module, Any]:
+    def cast(tensor: Tensor) -> Tensor:
+        return tensor.double() if tensor.is_floating_point() else tensor
+
+    return model.double(), torch.utils._pytree.tree_map(cast, batch)
+
+
+def train_alone(model: nn.Module, batches: list[Any], optimizer: Optimizer = adamw) -> Trained:
+    """A single process, as the model's user would train it; the model itself is left as it was."""
+    model = copy.deepcopy(model)
+    stepper = optimizer(p for p in model.parameters() if p.requires_grad)
+    losses, norms, gradients = [], [], []
+    for batch in batches:
+        stepper.zero_grad()
+        loss = model(**batch) if isinstance(batch, dict) else model(*batch)
+        loss.backward()
+        losses.append(loss.item())
+        norms.append(torch.nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM).item())
+        gradients.append({n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None})
+        stepper.step()
+    return Trained(losses=losses, norms=norms, gradients=gradients, weights=dict(model.state_dict()))
+
+
+def program_of(captured: Capture, **plan: Any) -> Program:
+    """Planned by hand, cut between any two operators, on CPU."""
+    layers = one_layer_a_node(captured)
+    return Program(captured, hand_plan(layers, **plan), layers, device="cpu")
+
+
+def capture_double(model: nn.Module, batch: Any) -> tuple[nn.Module, Any, Capture]:
+    model, batch = in_double(model, batch)
+    return model, batch, capture(model, batch)
+
+
+def train_program(
+    program: Program, batches: list[Any], optimizer: Optimizer = adamw, *, local: bool = False
+) -> Trained:
+    """On the calling rank."""
+    stepper = optimizer(p for p in program.parameters() if p.requires_grad)
+    losses, norms, gradients = [], [], []
+    for batch in batches:
+        stepper.zero_grad()
+        losses.append(program.step(batch, local=local))
+        norms.append(program.clip_grad_norm_(MAX_NORM).item())
+        gradients.append(program.gradients())
+        stepper.step()
+    return Trained(
+        losses=losses,
+        norms=norms,
+        gradients=gradients,
+        weights=program.state_dict(),
+        peak_in_flight=program.peak_in_flight,
+    )
+
+
+def assert_same_numbers(found: Trained, expected: Trained) -> None:
+    """Within 1e-10 x (norm + learning rate x square root of the size), for every tensor."""
+    for a, b in zip(found.losses, expected.losses, strict=True):
+        assert math.isclose(a, b, rel_tol=1e-10), (found.losses, expected.losses)
+    for a, b in zip(found.norms, expected.norms, strict=True):
+        assert math.isclose(a, b, rel_tol=1e-10), (found.norms, expected.norms)
+    for step, (these, those) in enumerate(zip(found.gradients, expected.gradients, strict=True)):
+        assert set(these) == set(those)
+        for name in those:
+            assert_close(f"step {step}, gradient of {name}", these[name], those[name])
+    assert set(found.weights) == set(expected.weights)
+    for name in expected.weights:
+        assert_close(name, found.weights[name], expected.weights[name])
+
+
+def assert_close(name: str, found: Tensor, expected: Tensor) -> None:
+    assert found.shape == expected.shape, name
+    bound = 1e-10 * (expected.double().norm().item() + LEARNING_RATE * math.sqrt(expected.numel()))
+    difference = (found.double() - expected.double()).norm().item()
+    assert difference <= bound, f"{name}: differs by {difference:.3e}, allowed {bound:.3e}"
