@@ -141,13 +141,36 @@ def _slower(evaluation: Evaluation, chosen: Evaluation, forced: bool) -> str:
 
 
 def _largest_excess(evaluation: Evaluation, chosen: Evaluation) -> str:
-    """The term of the step that grows most against the chosen plan."""
-    mine, theirs = time_terms(evaluation), time_terms(chosen)
+    """What grows most against the chosen plan."""
+    mine, theirs = _spent(evaluation), _spent(chosen)
     name = max(mine, key=lambda term: mine[term] - theirs[term])
-    if name in ("forward", "backward") and evaluation.strategy.gpus < chosen.strategy.gpus:
-        return f"it computes on {evaluation.strategy.gpus} of {chosen.strategy.gpus} GPUs"
-    share = mine[name] / evaluation.step_s
-    return f"{name.replace('_', ' ')} takes {share * 100:.0f}% of its step"
+    strategy, other = evaluation.strategy, chosen.strategy
+    if name == "computation" and strategy.gpus < other.gpus:
+        return f"it computes on {strategy.gpus} of {other.gpus} GPUs"
+    if name == "computation":
+        return "its matrices or micro-batches are smaller or larger than GPUs compute best"
+    if name == "uneven":
+        mean = sum(stage.period_s for stage in evaluation.stages) / len(evaluation.stages)
+        return f"its longest stage takes {(evaluation.bottleneck.period_s / mean - 1) * 100:.0f}% more than the average"
+    return f"{name.replace('_', ' ')} takes {mine[name] / evaluation.step_s * 100:.0f}% of its step"
+
+
+def _spent(evaluation: Evaluation) -> dict[str, float]:
+    """The step by what it is spent on, stages averaged, with their unevenness apart."""
+    micro, stages = evaluation.strategy.micro_batches, evaluation.stages
+    terms = time_terms(evaluation)
+    recompute = sum(stage.recompute_s for stage in stages)
+    tensor = sum(stage.tensor_forward_s + stage.tensor_backward_s for stage in stages)
+    sharded = sum(stage.data.forward_s + stage.data.backward_s for stage in stages)
+    period = sum(stage.period_s for stage in stages)
+    share = micro / len(stages)
+    return {
+        "computation": share * (period - recompute - tensor - sharded),
+        "recompute": share * recompute,
+        "tensor_communication": share * tensor,
+        "sharded_state": share * sharded,
+        "uneven": micro * evaluation.bottleneck.period_s - share * period,
+    } | {name: terms[name] for name in ("gradient_synchronisation", "optimizer", "sends", "bubble")}
 
 
 def gib(value: float) -> str:

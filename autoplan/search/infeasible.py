@@ -30,8 +30,8 @@ def infeasible(engine: Engine) -> InfeasibleError:
     where = f" on stage {short.stage}" if short.strategy.pipeline > 1 else ""
     what = (
         f"{problem.layers.name} does not fit {cluster.spec} at global batch {problem.global_batch}: the nearest plan "
-        f"({short.strategy.describe()}, micro-batch {short.strategy.micro_batch_size}) is {gib(short.short_bytes)} short "
-        f"a GPU{where}, {gib(short.peak_bytes)} of {gib(cluster.device.memory_bytes)}; the largest term is "
+        f"({short.strategy.describe()}, micro-batch {short.strategy.micro_batch_size}) is {gib(short.short_bytes)} "
+        f"short a GPU{where}, {gib(short.peak_bytes)} of {gib(cluster.device.memory_bytes)}; the largest term is "
         f"{term.replace('_', ' ')}, {gib(short.terms[term])}"
     )
     return InfeasibleError(

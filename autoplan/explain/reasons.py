@@ -1,0 +1,101 @@
+"""The sentences: the decision, what lost and why, the proof, what was assumed."""
+
+from __future__ import annotations
+
+from autoplan.explain.text import count, heading, paragraph, percent, seconds, size
+from autoplan.plan import Alternative, Plan
+
+# How the best candidate's split was proven, by the certificate's ``solver``.
+_PROOFS = {
+    "enumeration": "(it has one stage: nothing to split)",
+    "bound": "(its stages meet their own lower bound)",
+    "dynamic program": "(proven by the exact dynamic program)",
+}
+
+
+def decision(plan: Plan) -> list[str]:
+    """The decision in a paragraph that anyone can follow."""
+    strategy, predicted, cluster = plan.strategy, plan.predicted, plan.cluster
+    machines = f"{cluster.nodes} nodes x " if cluster.nodes > 1 else ""
+    lines = [heading(f"{plan.model.name} on {cluster.spec}")]
+    lines += paragraph(
+        f"The plan is {strategy.describe()}, on {plan.gpus_used} of {plan.gpus} GPUs "
+        f"({machines}{cluster.gpus_per_node} {cluster.device}). {plan.case}"
+    )
+    lines += paragraph(
+        f"The model has {count(plan.model.parameters)} parameters and trains in {plan.precision} with "
+        f"{plan.optimizer}. A step of {plan.global_batch} samples takes {seconds(predicted.step_time_s)}: "
+        f"{count(predicted.tokens_per_s)} tokens/s, {predicted.model_tflops_per_gpu:.1f} TFLOP/s a GPU "
+        f"({percent(predicted.mfu)} of its peak). {_batch(plan)}"
+    )
+    return lines
+
+
+def _batch(plan: Plan) -> str:
+    strategy = plan.strategy
+    pieces = f"{strategy.micro_batches} micro-batches of {strategy.micro_batch_size}"
+    if strategy.micro_batches == 1:
+        pieces = f"one micro-batch of {strategy.micro_batch_size}"
+    holder = f"Each of {strategy.data} data ranks" if strategy.data > 1 else "The program"
+    return f"{holder} runs its part of the batch as {pieces}."
+
+
+def alternatives(plan: Plan) -> list[str]:
+    """Why not less or more: the best of every family that lost."""
+    if not plan.alternatives:
+        return []
+    lines = [heading("Why not less, and why not more")]
+    for other in plan.alternatives:
+        lines.append(f"  {other.family:<25} {_outcome(other):>16}  {_name(other)}")
+        lines += paragraph(other.why_not, indent=" " * 6)
+    return lines
+
+
+def _outcome(other: Alternative) -> str:
+    return f"{size(other.short_by_bytes)} short" if other.step_time_s is None else seconds(other.step_time_s)
+
+
+def _name(other: Alternative) -> str:
+    """The strategy's name where it says more than the family's, in what is left of 80 columns."""
+    name = other.strategy.describe()
+    return name if name != other.family and len(name) <= 35 else ""
+
+
+def proof(plan: Plan) -> list[str]:
+    """What was proven, by whom, over how many candidates."""
+    proven = plan.certificate
+    lines = [heading("Proof")]
+    listed = (
+        f"{proven.considered:,} combinations of degrees, ZeRO stage and micro-batch size were considered: "
+        f"{proven.pruned_by_memory:,} can't fit, {proven.pruned_by_bound:,} can't be fast enough by their lower bound, "
+        f"{proven.solved:,} were solved."
+    )
+    if proven.status == "optimal":
+        verdict = f"No candidate takes less than {seconds(proven.lower_bound_s)} {_PROOFS.get(proven.solver, f'(proven by {proven.solver})')}."
+    else:
+        verdict = (
+            f"Not proven: some candidate might take {seconds(proven.lower_bound_s)}, {percent(proven.gap)} less than "
+            "the best that was found."
+        )
+    lines += paragraph(f"{listed} {verdict} {_compromise(plan)}".strip())
+    return lines
+
+
+def _compromise(plan: Plan) -> str:
+    proven = plan.certificate
+    if not proven.best_s or proven.objective_s <= proven.best_s * (1 + 1e-9):
+        return ""
+    return (
+        f"The plan takes {percent(proven.objective_s / proven.best_s - 1)} more than the fastest, "
+        f"{seconds(proven.best_s)}, and is less parallel: within 2% less parallelism wins."
+    )
+
+
+def assumptions(plan: Plan) -> list[str]:
+    """What was filled in for the user."""
+    if not plan.assumptions:
+        return []
+    lines = [heading("Assumptions")]
+    for text in plan.assumptions:
+        lines += paragraph(f"- {text}", hanging="  ")
+    return lines

@@ -1,0 +1,152 @@
+"""The tables: axes, stages, memory by term, the step by term."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from autoplan.explain.text import bar, count, heading, paragraph, percent, seconds, shorten, size
+from autoplan.plan import Plan, Stage
+
+# Letters of the memory bars: what is left over goes under "x".
+_GROUPS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
+    ("W", "weights", ("weights",)),
+    ("G", "gradients", ("gradients",)),
+    ("O", "optimizer state and master weights", ("optimizer_state", "master_weights")),
+    ("A", "saved activations", ("saved_activations",)),
+)
+_BAR = 18
+# More rows than this and runs of stages that are alike share one.
+_MOST_ROWS = 16
+
+
+def axes(plan: Plan) -> list[str]:
+    """What each axis splits, how often it talks, how much and over which link."""
+    lines = [heading("What is split")]
+    if not plan.axes:
+        return [*lines, "Nothing: one GPU holds the whole model and computes the whole batch."]
+    step = plan.predicted.step_time_s
+    for axis in plan.axes:
+        lines += paragraph(f"{axis.name} x {axis.degree}".ljust(14) + f"splits {axis.splits}", hanging=" " * 14)
+        lines += paragraph(f"{axis.collective}, over {axis.link}", indent=" " * 14)
+        lines += paragraph(
+            f"{axis.times_per_step:,} times a step, {size(axis.bytes_per_step)} a step from each GPU; "
+            f"{seconds(axis.exposed_s)} ({percent(axis.exposed_s / step)}) of the step shows",
+            indent=" " * 14,
+        )
+    return lines
+
+
+@dataclass(frozen=True, slots=True)
+class _Row:
+    """Stages ``first`` to ``last``, alike."""
+
+    first: int
+    last: int
+    stage: Stage
+
+
+def stages(plan: Plan) -> list[str]:
+    """One row a stage: layers by name, parameters, time of a micro-batch, memory as a bar."""
+    capacity = plan.cluster.memory_bytes
+    legend = ", ".join(f"{letter} {name}" for letter, name, _ in _GROUPS)
+    lines = [heading("Stages")]
+    lines += paragraph(f"Memory of {size(capacity)}: {legend}, x everything else.")
+    lines.append(f"{'stage':>7} {'layers':<26} {'params':>7} {'one mb':>8}  memory")
+    for row in _rows(plan):
+        stage = row.stage
+        label = str(row.first) if row.first == row.last else f"{row.first}-{row.last}"
+        lines.append(
+            f"{label:>7} {shorten(_layers(plan, row), 26):<26} {count(stage.parameters):>7} "
+            f"{seconds(stage.forward_s + stage.backward_s):>8}  {_memory_bar(stage, capacity)} "
+            f"{percent(stage.peak_memory_bytes / capacity):>6}"
+        )
+        if set(stage.recompute) - {"none"}:
+            lines.append(f"{'':>7} recompute: {_recompute(stage)}")
+    if plan.strategy.pipeline > 1:
+        strategy, bubble = plan.strategy, percent(plan.predicted.bubble_fraction)
+        lines += paragraph(
+            f"{strategy.micro_batches} micro-batches (mb) of {strategy.micro_batch_size} run through the stages "
+            f"({strategy.schedule}); the pipeline's bubble is {bubble}."
+        )
+    return lines
+
+
+def _rows(plan: Plan) -> list[_Row]:
+    rows: list[_Row] = []
+    merge = len(plan.stages) > _MOST_ROWS
+    for index, stage in enumerate(plan.stages):
+        if merge and rows and _alike(rows[-1].stage, stage):
+            # The fullest of the run stands for it.
+            shown = max(rows[-1].stage, stage, key=lambda s: s.peak_memory_bytes)
+            rows[-1] = _Row(rows[-1].first, index, shown)
+        else:
+            rows.append(_Row(index, index, stage))
+    return rows
+
+
+def _alike(one: Stage, other: Stage) -> bool:
+    same = one.parameters == other.parameters and one.recompute == other.recompute
+    return same and abs(one.forward_s - other.forward_s) <= 1e-6 * one.forward_s
+
+
+def _layers(plan: Plan, row: _Row) -> str:
+    names = plan.model.layers
+    first, last = plan.stages[row.first].first_layer, plan.stages[row.last].last_layer
+    number = last - first + 1
+    if number == 1:
+        return _short(names[first])
+    if row.first != row.last:
+        return f"{row.last - row.first + 1} stages x {number // (row.last - row.first + 1)} layers"
+    counted = f" ({number})"
+    each = (26 - len(counted) - 2) // 2
+    return f"{shorten(_short(names[first]), each)}..{shorten(_short(names[last]), each)}{counted}"
+
+
+def _short(name: str) -> str:
+    """The end of a module path that says which layer it is: ``layers.5`` of ``model.layers.5``."""
+    parts = name.split(".")
+    return ".".join(parts[-2:] if parts[-1].isdigit() else parts[-1:])
+
+
+def _recompute(stage: Stage) -> str:
+    return ", ".join(f"{number} {policy}" for policy, number in stage.recompute.items())
+
+
+def _memory_bar(stage: Stage, capacity: float) -> str:
+    terms = stage.memory_terms
+    known = sum(terms.get(name, 0.0) for _, _, names in _GROUPS for name in names)
+    shares = [(letter, sum(terms.get(name, 0.0) for name in names)) for letter, _, names in _GROUPS]
+    shares.append(("x", stage.peak_memory_bytes - known))
+    text, reached = "", 0.0
+    for letter, value in shares:
+        reached += value
+        text += letter * max(0, round(reached / capacity * _BAR) - len(text))
+    return f"[{text[:_BAR]:.<{_BAR}}]"
+
+
+def memory(plan: Plan) -> list[str]:
+    """Memory by term of the fullest stage."""
+    index = max(range(len(plan.stages)), key=lambda s: plan.stages[s].peak_memory_bytes)
+    stage, capacity = plan.stages[index], plan.cluster.memory_bytes
+    where = f"stage {index}" if len(plan.stages) > 1 else "each GPU"
+    lines = [heading(f"Memory of {where}: {size(stage.peak_memory_bytes)} of {size(capacity)}")]
+    for name, value in sorted(stage.memory_terms.items(), key=lambda term: -term[1]):
+        lines.append(f"  {name.replace('_', ' '):<24} {size(value):>10}  {bar(value / capacity, 40)}")
+    return lines
+
+
+def step(plan: Plan) -> list[str]:
+    """The step by term, on the stage with the longest period."""
+    predicted = plan.predicted
+    lines = [heading(f"One step: {seconds(predicted.step_time_s)}")]
+    for name, value in predicted.time_terms.items():
+        if value > 0:
+            share = value / predicted.step_time_s
+            lines.append(f"  {name.replace('_', ' '):<24} {seconds(value):>10}  {bar(share, 32)} {percent(share):>6}")
+    compute = sum(predicted.time_terms.get(name, 0.0) for name in ("forward", "backward", "recompute"))
+    if predicted.exposed_communication_s > 0:
+        lines += paragraph(
+            f"Computation takes {compute / predicted.exposed_communication_s:.1f} times as long as the communication "
+            "that nothing hides."
+        )
+    return lines

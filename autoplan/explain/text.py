@@ -1,0 +1,62 @@
+"""Numbers and lines as people read them."""
+
+from __future__ import annotations
+
+import textwrap
+
+WIDTH = 80
+_BINARY = ((2**40, "TiB"), (2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB"))
+_COUNTS = ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k"))
+
+
+def size(value: float) -> str:
+    """Bytes, such as ``71.3 GiB``."""
+    for unit, name in _BINARY:
+        if value >= unit:
+            return f"{value / unit:.1f} {name}"
+    return f"{value:.0f} B"
+
+
+def seconds(value: float) -> str:
+    """A duration, such as ``54.8 ms``."""
+    if value >= 1:
+        return f"{value:.2f} s"
+    return f"{value * 1e3:.1f} ms" if value >= 1e-3 else f"{value * 1e6:.0f} us"
+
+
+def count(value: float) -> str:
+    """A number, such as ``8.03 B``."""
+    for unit, name in _COUNTS:
+        if value >= unit:
+            return f"{value / unit:.3g} {name}"
+    return f"{value:.0f}"
+
+
+def percent(value: float) -> str:
+    """A share, such as ``12.3%``."""
+    return f"{value * 100:.1f}%"
+
+
+def heading(text: str) -> str:
+    """A section's first line."""
+    return f"{text} {'-' * (WIDTH - len(text) - 1)}"
+
+
+def paragraph(text: str, *, indent: str = "", hanging: str | None = None) -> list[str]:
+    """``text`` wrapped; ``hanging`` is the indent of all lines but the first."""
+    follow = indent if hanging is None else hanging
+    return textwrap.wrap(text, WIDTH, initial_indent=indent, subsequent_indent=follow, break_on_hyphens=False)
+
+
+def shorten(text: str, width: int) -> str:
+    """``text`` in ``width`` columns, its middle left out where it is longer."""
+    if len(text) <= width:
+        return text
+    tail = (width - 2) * 2 // 3
+    return f"{text[: width - 2 - tail]}..{text[-tail:]}"
+
+
+def bar(share: float, width: int, mark: str = "#") -> str:
+    """``share`` of ``width`` as marks; anything above 0 shows."""
+    filled = min(width, max(round(share * width), 1 if share > 0 else 0))
+    return mark * filled + "." * (width - filled)
