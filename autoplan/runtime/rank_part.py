@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.fx import GraphModule
 
 from autoplan.capture import Capture, gather_inputs
+from autoplan.errors import StrategyError
 from autoplan.plan import Plan
 from autoplan.runtime.batch import batch_rows, micro_batch_sizes, part, rows_of_rank, to_device
 from autoplan.runtime.build import Builder, RankGraphs, install, local_parameters, on_device
@@ -122,7 +123,9 @@ class RankPart:
         }
         total = batch_rows(self._capture, tensors)
         rows = range(total)
-        if not local:
+        if local:
+            self._require_equal_parts(total)
+        else:
             rows = rows_of_rank(total, self._strategy, self.mesh.at.data if self.mesh.at is not None else 0)
         fixed = None if self._capture.dynamic_batch else self._capture.batch_size
         sizes = micro_batch_sizes(len(rows), self._strategy, fixed=fixed)
@@ -134,6 +137,20 @@ class RankPart:
             made.append(MicroBatch(samples=size, inputs=to_device(mine, self._device)))
             start += size
         return made
+
+    def _require_equal_parts(self, rows: int) -> None:
+        """Data ranks must synchronise equally often, so their own batches must be equally large."""
+        sizes = torch.tensor([rows, -rows], dtype=torch.int64, device=self._device)
+        if self.mesh.at is None:
+            sizes = torch.full_like(sizes, -(2**62))
+        largest, smallest = self.mesh.max_over_world(sizes).tolist()
+        if largest != -smallest:
+            raise StrategyError(
+                f"the ranks' own batches have {-smallest} to {largest} samples",
+                where="batch",
+                legal="equally many on every rank with local=True",
+                attempt="drop_last=True of a DistributedSampler or DataLoader, or pass the whole global batch",
+            )
 
     def _with_totals(self, micro_batches: list[MicroBatch]) -> list[MicroBatch]:
         """Add what each loss term's mean divides by: its weight summed over micro-batches and data ranks."""

@@ -100,6 +100,8 @@ class FullTensors:
         from safetensors.torch import load_file
 
         path = directory / WEIGHTS
+        if not path.exists() and (kept := _previous(directory) / WEIGHTS).exists():
+            path = kept  # the writer died between its two renames
         problem, state = "", {}
         try:
             state = load_file(path)
@@ -176,6 +178,10 @@ def _check_shape(name: str, values: Tensor, expected: Tensor) -> None:
         )
 
 
+def _previous(directory: Path) -> Path:
+    return directory.with_name(f"{directory.name}.old")
+
+
 def _write(directory: Path, state: Mapping[str, Tensor]) -> None:
     from safetensors.torch import save_file
 
@@ -185,7 +191,7 @@ def _write(directory: Path, state: Mapping[str, Tensor]) -> None:
     beside.mkdir()
     # Tied names share a tensor, which the format does not hold: each name gets its own copy.
     save_file({name: tensor.cpu().clone() for name, tensor in state.items()}, beside / WEIGHTS, {"format": "pt"})
-    previous = directory.with_name(f"{directory.name}.old")
+    previous = _previous(directory)
     shutil.rmtree(previous, ignore_errors=True)
     if directory.exists():
         os.replace(directory, previous)
