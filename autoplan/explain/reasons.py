@@ -71,7 +71,8 @@ def proof(plan: Plan) -> list[str]:
         f"{proven.solved:,} were solved."
     )
     if proven.status == "optimal":
-        verdict = f"No candidate takes less than {seconds(proven.lower_bound_s)} {_PROOFS.get(proven.solver, f'(proven by {proven.solver})')}."
+        how = _PROOFS.get(proven.solver, f"(proven by {proven.solver})")
+        verdict = f"No candidate takes less than {seconds(proven.lower_bound_s)} {how}."
     else:
         verdict = (
             f"Not proven: some candidate might take {seconds(proven.lower_bound_s)}, {percent(proven.gap)} less than "

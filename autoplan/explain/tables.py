@@ -66,7 +66,7 @@ def stages(plan: Plan) -> list[str]:
         strategy, bubble = plan.strategy, percent(plan.predicted.bubble_fraction)
         lines += paragraph(
             f"{strategy.micro_batches} micro-batches (mb) of {strategy.micro_batch_size} run through the stages "
-            f"({strategy.schedule}); the pipeline's bubble is {bubble}."
+            f"({strategy.schedule}); on average a stage idles {bubble} of the step (the bubble)."
         )
     return lines
 

@@ -73,7 +73,7 @@ def solve_split(
     upper = first if first is not None and first.value_s <= cutoff_s else None
     arcs = useful_arcs(problem, bound, value_at_most_s=upper.value_s if upper else cutoff_s)
     best = shortest(problem, bound, arcs, upper=upper)
-    if best is None:
+    if best is None or best.value_s > cutoff_s:
         return Solution(split=None, lower_bound_s=cutoff_s, proven_by="dynamic program")
     if best.value_s <= floor_s * (1 + 1e-12):
         return Solution(split=best, lower_bound_s=best.value_s, proven_by="bound")
@@ -113,8 +113,8 @@ def milp_split(
 ) -> tuple[Split | None, Outcome]:
     """Build and solve the MILP over ``arcs``; the split is priced exactly. Raises :class:`MilpFailure`."""
     model = pulp.LpProblem("stages", pulp.LpMinimize)
-    use = [pulp.LpVariable(f"f_{a:06d}", 0, 1, cat="Integer") for a in range(len(arcs))]
-    excess = pulp.LpVariable("b", 0.0), pulp.LpVariable("d", 0.0)
+    use = [model.add_variable(f"f_{a:06d}", 0, 1, cat=pulp.LpInteger) for a in range(len(arcs))]
+    excess = model.add_variable("b", 0.0), model.add_variable("d", 0.0)
     model += objective(problem, bound, arcs, use, *excess)
     flow_rows(model, problem, arcs, use)
     excess_rows(model, arcs.stage, (arcs.period_s - bound.bottleneck_s) * MILLISECONDS, use, excess[0])

@@ -76,7 +76,7 @@ def solve(
 
 
 def _check_finite(problem: pulp.LpProblem) -> None:
-    rows = [("objective", problem.objective), *problem.constraints.items()]
+    rows = [("objective", problem.objective), *((row.name, row) for row in problem.constraints())]
     for name, row in rows:
         for variable, coefficient in row.items():
             if not math.isfinite(coefficient):
@@ -108,7 +108,7 @@ def _highs_model(problem: pulp.LpProblem, variables: list[pulp.LpVariable]) -> A
     infinity = highspy.kHighsInf
     column = {variable.name: index for index, variable in enumerate(variables)}
     model = highspy.HighsLp()
-    rows = list(problem.constraints.values())
+    rows = problem.constraints()
     model.num_col_, model.num_row_ = len(variables), len(rows)
     cost = np.zeros(len(variables))
     for variable, coefficient in problem.objective.items():
