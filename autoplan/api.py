@@ -7,6 +7,7 @@ Under a process group rank 0 plans and the others receive its answer, so that al
 from __future__ import annotations
 
 import dataclasses
+import functools
 import os
 import time
 from collections.abc import Callable, Mapping
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
 
     from autoplan.capture import Capture
     from autoplan.layers import LayerGraph
+    from autoplan.layers.types import LayerKind
     from autoplan.runtime import Program
     from autoplan.search import Problem
 
@@ -239,12 +241,18 @@ def _timed(decide: Callable[[Problem], Plan], problem: Problem, traced: _Traced)
 
 def _problem(traced: _Traced, cluster: Cluster, wish: _Wish) -> Problem:
     from autoplan.search import Problem
-    from autoplan.sharding import shard_kinds
+    from autoplan.sharding import shard_model
 
     captured = traced.capture
+
+    @functools.cache
+    def tensor_kinds(degree: int) -> tuple[LayerKind, ...]:
+        sharding = shard_model(captured, traced.layers, degree=degree, cluster=cluster)
+        return tuple(entry.kind for entry in sharding.kinds)
+
     return Problem(
         layers=traced.layers,
-        tensor_kinds=lambda degree: shard_kinds(captured, traced.layers, degree=degree, cluster=cluster),
+        tensor_kinds=tensor_kinds,
         cluster=cluster,
         global_batch=traced.global_batch,
         precision=traced.precision,
@@ -259,7 +267,7 @@ def _problem(traced: _Traced, cluster: Cluster, wish: _Wish) -> Problem:
 def _local_device() -> str:
     import torch
 
-    return "cuda" if torch.cuda.is_available() else "cpu-less"
+    return "cuda" if torch.cuda.is_available() else "none"
 
 
 def _cluster(gpus: Gpus, device: str | None) -> Cluster:
