@@ -99,6 +99,8 @@ def launch(
     that a rank raised is raised as it is.
     """
     _check(gpus, device)
+    if device == "cuda":
+        _check_importable(fn)
     seconds = timeout_s or (CUDA_TIMEOUT_S if device == "cuda" else CPU_TIMEOUT_S)
     # The meeting point is rank 0's, never this process's: a store's thread here would be forked in mid-air, and one
     # launch in twelve then hangs. Its socket is bound here, so that no other program can take the port in between.
@@ -127,6 +129,17 @@ def launch(
     finally:
         listener.close()
         _stop(workers)
+
+
+def _check_importable(fn: Callable[..., Any]) -> None:
+    try:
+        pickle.dumps(fn)
+    except (pickle.PicklingError, AttributeError, TypeError):
+        raise StrategyError(
+            f"`{getattr(fn, '__qualname__', fn)}` cannot be sent to new processes",
+            legal="a function at the top of an importable module: CUDA ranks are new processes and import it",
+            attempt="move it to a file of its own and import it, or run a script under torchrun",
+        ) from None
 
 
 def _check(gpus: int, device: str) -> None:

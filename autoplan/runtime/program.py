@@ -31,7 +31,7 @@ class Program:
     and -2 as flat slices, see :mod:`autoplan.runtime.data_parallel`). The rank's part is made at the first use inside a
     process group, or at once where the plan uses one GPU.
 
-    Raises StrategyError for a plan that the runtime cannot execute exactly.
+    Raises StrategyError for a plan that the runtime cannot execute exactly, and what the passes raise.
     """
 
     def __init__(
@@ -48,6 +48,7 @@ class Program:
         self._capture, self._plan = capture, plan
         self._device = str(device) if device is not None else ("cuda" if torch.cuda.is_available() else "cpu")
         self._builder = Builder(capture, plan, layers, cluster, sharding)
+        self._builder.graphs(0)  # what the passes refuse, they refuse now and not at the first step
         self._part: RankPart | None = None
         self._bound_to = 0
         self._steps = 0

@@ -151,7 +151,7 @@ def test_stages_that_leave_layers_out_are_refused() -> None:
     plan = hand_plan(layers, pipeline=2, micro_batch_size=8)
     gap = dataclasses.replace(plan, stages=(plan.stages[0], dataclasses.replace(plan.stages[1], first_layer=99)))
     with pytest.raises(AutoplanError, match="stage 1 starts at layer 99"):
-        Program(captured, gap, layers, device="cpu").code(0)
+        Program(captured, gap, layers, device="cpu")
 
 
 def test_code_shows_any_ranks_program_without_ranks() -> None:

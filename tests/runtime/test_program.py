@@ -11,7 +11,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from autoplan.capture import Capture
+from autoplan.cluster import Cluster
+from autoplan.layers import build_layers
+from autoplan.runtime import Program
 from tests.support import models
+from tests.support.plans import hand_plan
 from tests.support.processes import run_ranks
 from tests.support.training import (
     Trained,
@@ -56,7 +60,10 @@ def gpt() -> tuple[nn.Module, Any, Capture, Trained]:
     return model, batch, captured, train_alone(model, [batch] * STEPS)
 
 
-@pytest.mark.parametrize("name", PLANS)
+WIDE = {"dp2-accumulated", "mp2", "dp2-pp2", "dp2-zero1"}  # parts of what other plans cover
+
+
+@pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.wide] if n in WIDE else []) for n in PLANS])
 def test_three_steps_of_adamw_equal_the_single_process(name: str) -> None:
     _, batch, captured, expected = gpt()
     plan, in_flight = PLANS[name]
@@ -65,6 +72,24 @@ def test_three_steps_of_adamw_equal_the_single_process(name: str) -> None:
     for found in ranks:
         assert_same_numbers(found, expected)
     assert [found.peak_in_flight for found in ranks] == in_flight
+
+
+@pytest.mark.parametrize(
+    "plan",
+    [
+        {"tensor": 2, "micro_batch_size": 8},
+        {"tensor": 2, "pipeline": 2, "micro_batch_size": 4, "micro_batches": 2},
+        {"tensor": 2, "data": 2, "micro_batch_size": 4, "zero_stage": 1},
+    ],
+    ids=["tp2", "pp2-tp2", "dp2-tp2-zero1"],
+)
+def test_a_tensor_axis_changes_no_number_and_each_gradient_counts_once_in_the_norm(plan: dict[str, Any]) -> None:
+    _, batch, captured, expected = gpt()
+    layers = build_layers(captured)
+    made = hand_plan(layers, **plan)
+    program = Program(captured, made, layers, cluster=Cluster.parse(f"{made.gpus}xcpu"), device="cpu")
+    for found in run_ranks(lambda rank, world: train_program(program, [batch] * STEPS), made.gpus):
+        assert_same_numbers(found, expected)
 
 
 class SkipsAndDeadEnds(nn.Module):
