@@ -1,9 +1,10 @@
 """Tracing leaves the user's model, and the process, as they were; and notices what tracing would lose.
 
 ``untouched`` puts back every module's attributes, parameters, buffers and hooks, and the random states, whatever the
-forward did to them under trace. ``watched`` sees two things that torch.export inlines without a word: an own
-autograd.Function, whose backward would be lost (a straight-through estimator's gradient becomes 0), and activation
-checkpointing, which the planner decides anew.
+forward did to them under trace. ``watched`` and ``ForeignTensors`` see what torch.export inlines without a word: an
+own autograd.Function, whose backward would be lost (a straight-through estimator's gradient becomes 0); a trainable
+tensor that the model does not own (a module in a plain list, a parameter in a closure), which would become a constant;
+and activation checkpointing, which the planner decides anew.
 """
 
 from __future__ import annotations
@@ -18,6 +19,8 @@ from unittest import mock
 import torch
 import torch.utils.checkpoint
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.overrides import TorchFunctionMode
 
 from autoplan.capture.errors import current_line
 from autoplan.errors import CaptureError
@@ -138,6 +141,41 @@ def watched(notes: list[str]) -> Iterator[list[CaptureError]]:
         mock.patch.object(torch.utils.checkpoint, "_checkpoint_without_reentrant_generator", note),
     ):
         yield refusals
+
+
+class ForeignTensors(TorchFunctionMode):
+    """Around a forward under trace: refuses operators on real tensors that need a gradient, since all that the model
+    owns is fake then. Torch's own work before and after the forward is on real ones."""
+
+    def __init__(self, refusals: list[CaptureError]) -> None:
+        super().__init__()
+        self._refusals = refusals
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        for value in (*args, *kwargs.values()):
+            for item in value if isinstance(value, (list, tuple)) else (value,):
+                if isinstance(item, Tensor) and not isinstance(item, FakeTensor) and _trains(item):
+                    self._refusals.append(_foreign_tensor(item))
+                    raise self._refusals[-1]
+        return function(*args, **kwargs)
+
+
+def _trains(tensor: Tensor) -> bool:
+    with torch._C.DisableTorchFunction():
+        return tensor.requires_grad and not torch._is_functional_tensor(tensor)
+
+
+def _foreign_tensor(tensor: Tensor) -> CaptureError:
+    kind = "parameter" if isinstance(tensor, nn.Parameter) else "tensor"
+    return CaptureError(
+        f"a trainable {kind} of shape {list(tensor.shape)} is used here that the model does not own: "
+        "its gradient would be lost",
+        where=current_line(),
+        legal="parameters reached through the model's attributes: nn.Module, nn.ModuleList, nn.ParameterList",
+        attempt="register it: nn.ModuleList instead of a list, self.weight instead of a variable outside, an nn.Module "
+        "as loss_fn for its own parameters; or .detach() it",
+    )
 
 
 def _note_checkpoint(notes: list[str]) -> None:

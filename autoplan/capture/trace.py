@@ -25,7 +25,7 @@ from torch.fx import GraphModule
 from autoplan.capture import batch as batches
 from autoplan.capture import huggingface
 from autoplan.capture.errors import trace_failure
-from autoplan.capture.guard import untouched, watched
+from autoplan.capture.guard import ForeignTensors, untouched, watched
 from autoplan.capture.output import pick_loss
 from autoplan.capture.shapes import MAX_BATCH
 from autoplan.errors import CaptureError
@@ -54,16 +54,17 @@ class CallAndLoss(nn.Module):
         self.example = [batch]
         self.paths = list(batches.tensors(batch))
         self.training = model.training
-        self.after_forward: list[Callable[[], None]] = []
+        self.watch: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
+        self.after_forward: Callable[[], None] = lambda: None
 
     def forward(self, *tensors: Tensor) -> Tensor:
         batch = batches.replace_leaves(self.example[0], dict(zip(self.paths, tensors, strict=True)))
         call = batches.bind(self.model, batch, self.loss_fn)
-        output = self.model(*call.args, **call.kwargs)
-        if self.loss_fn is not None:
-            output = self.loss_fn(output, *call.loss_args, **(call.loss_kwargs or {}))
-        for call_back in self.after_forward:
-            call_back()
+        with self.watch:
+            output = self.model(*call.args, **call.kwargs)
+            if self.loss_fn is not None:
+                output = self.loss_fn(output, *call.loss_args, **(call.loss_kwargs or {}))
+        self.after_forward()
         return pick_loss(output, self.model, self.loss_fn)
 
 
@@ -91,7 +92,8 @@ def trace(
         _silence(),
         _uncollected(),
     ):
-        wrapper.after_forward.append(lambda: notes.extend(_side_effects(changes())))
+        wrapper.watch = ForeignTensors(refusals)
+        wrapper.after_forward = lambda: notes.extend(_side_effects(changes()))
         try:
             graph_module, dynamic = _export(wrapper, inputs, size, notes)
         except CaptureError:

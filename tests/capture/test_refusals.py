@@ -118,6 +118,35 @@ def test_the_users_line_is_named(
     assert output.err == "" and output.out == ""
 
 
+class PlainList(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.owned = nn.Linear(4, 4)
+        self.hidden = [nn.Linear(4, 4)]
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.owned(x)
+        return self.hidden[0](y).mean()  # module in a list
+
+
+def test_parameters_that_the_model_does_not_own_would_lose_their_gradient() -> None:
+    with pytest.raises(CaptureError) as error:
+        capture(PlainList(), torch.randn(6, 4))
+    assert error.value.where.startswith(line_of(__file__, "module in a list"))
+    assert "nn.ModuleList" in error.value.attempt
+    model, free = Base(), nn.Parameter(torch.randn(4))
+
+    def penalised(output: Tensor, factor: Tensor = free) -> Tensor:
+        return output.mean() + factor.norm()  # a parameter outside
+
+    with pytest.raises(CaptureError) as error:
+        capture(model.layer, torch.randn(6, 4), loss_fn=penalised)
+    assert error.value.where.startswith(line_of(__file__, "a parameter outside"))
+    fixed = capture(model.layer, torch.randn(6, 4), loss_fn=lambda y: y.mean() + model.layer.weight.norm())
+    fixed.graph_module(torch.zeros(6, 4)).backward()
+    assert model.layer.weight.grad.norm() > 0
+
+
 def loop_helper(y: Tensor) -> Tensor:
     while y.sum() > 1:  # while in a helper
         y = y / 2
