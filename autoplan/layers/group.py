@@ -17,7 +17,7 @@ import heapq
 import operator
 import re
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -133,7 +133,7 @@ def _layers(
     real = [(path, nodes) for path, nodes in ordered if path]
     gaps = _gaps(facts, ordered, real)
     mean_flops = sum(rough_flops(node) for _, nodes in real for node in nodes) / max(1, len(real))
-    opened = {path[: at.start()] for path, _ in real for at in re.finditer(r"\.", path)}
+    opened = {ancestor for path, _ in real for ancestor in _ancestors(path)[:-1]}
     layers: list[tuple[str, list[Node]]] = []
     for index, (path, nodes) in enumerate([*real, ("", [])]):
         gap = gaps[index]
@@ -141,13 +141,13 @@ def _layers(
         if is_last and gap and real and not _stands_alone(facts, gap) and is_leaf_class(real[-1][1][0], real[-1][0]):
             layers[-1][1].extend(gap)
         elif gap and (is_last or _stands_alone(facts, gap)):
-            layers.extend(
-                _gap_layers(facts, gap, mean_flops, "head" if is_last else "between" if index else "embedding")
-            )
+            role = "head" if is_last else "between" if index else "embedding"
+            chunks = _cut_if_uncut(facts, gap, mean_flops)
+            layers.extend((_dominant_module(facts, chunk, opened) or role, chunk) for chunk in chunks)
         else:
             nodes = [*gap, *nodes]
         if nodes:
-            layers.append(((dominant_module(facts, nodes) or path) if path in opened else path, nodes))
+            layers.append(((_dominant_module(facts, nodes, opened) or path) if path in opened else path, nodes))
     return layers
 
 
@@ -174,28 +174,33 @@ def _stands_alone(facts: Facts, gap: Sequence[Node]) -> bool:
     return any(facts.has_matrix(node) for node in gap)
 
 
-def _gap_layers(facts: Facts, gap: list[Node], mean_flops: float, role: str) -> list[tuple[str, list[Node]]]:
-    """One layer named by the module that holds most of its parameters, or several where it is big and uncut."""
+def _cut_if_uncut(facts: Facts, gap: list[Node], mean_flops: float) -> list[list[Node]]:
+    """``gap`` as one layer, or as several where it is big and holds many products that no block divides."""
     heavy = heavy_nodes(gap)
-    flops = sum(rough_flops(node) for node in gap)
     without_blocks = mean_flops == 0.0 and len(heavy) > 1
-    if without_blocks or (len(heavy) >= 4 and flops > 2 * mean_flops):
-        chunks = cut_into_chunks(facts, gap)
-        return [(dominant_module(facts, chunk) or role, chunk) for chunk in chunks]
-    return [(dominant_module(facts, gap) or role, gap)]
+    is_big = len(heavy) >= 4 and sum(rough_flops(node) for node in gap) > 2 * mean_flops
+    return cut_into_chunks(facts, gap) if without_blocks or is_big else [gap]
 
 
-def dominant_module(facts: Facts, nodes: Iterable[Node]) -> str:
-    """The path of the module that owns more than half of the parameter elements read here, or ""."""
+def _dominant_module(facts: Facts, nodes: Iterable[Node], opened: Collection[str]) -> str:
+    """The innermost module that owns more than half of the parameter elements read here, or "".
+
+    ``opened``: modules around blocks, too large to name one layer.
+    """
     elements: dict[str, int] = defaultdict(int)
-    seen: set[Node] = set()
-    for node in nodes:
-        for source, parameter in facts.parameters_of(node):
-            if source not in seen:
-                seen.add(source)
-                elements[module_path(node) or str(source.target).rpartition(".")[0]] += parameter.numel()
-    best = max(elements, key=elements.__getitem__, default="")
-    return best if best and 2 * elements[best] > sum(elements.values()) else ""
+    total = 0
+    for source, (node, parameter) in {s: (n, p) for n in nodes for s, p in facts.parameters_of(n)}.items():
+        path = module_path(node) or str(source.target).rpartition(".")[0]
+        total += parameter.numel()
+        for ancestor in _ancestors(path):
+            elements[ancestor] += parameter.numel()
+    fit = [path for path, count in elements.items() if 2 * count > total and path not in opened]
+    return max(fit, key=lambda path: path.count("."), default="")
+
+
+def _ancestors(path: str) -> list[str]:
+    """``a.b.c`` -> a, a.b, a.b.c"""
+    return [path[: at.start()] for at in re.finditer(r"\.|$", path) if at.start()]
 
 
 # ---------------------------------------------------------------------------------------------- prologue

@@ -198,6 +198,42 @@ def test_stages_of_a_hierarchical_network_open_to_their_blocks() -> None:
     assert "stages.0.blocks.0.layer.0" not in kinds  # a shortcut goes around it, so a block is whole
 
 
+class Mixed(nn.Module):
+    """A level of a U-Net: residual convolutions and mixers take turns."""
+
+    def __init__(self, inputs: int, width: int, depth: int) -> None:
+        super().__init__()
+        self.resnets = nn.ModuleList(
+            [nn.Conv2d(inputs if i == 0 else width, width, 3, padding=1) for i in range(depth)]
+        )
+        self.attentions = nn.ModuleList([nn.Conv2d(width, width, 1) for _ in range(depth)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        for resnet, attention in zip(self.resnets, self.attentions, strict=True):
+            x = F.silu(attention(F.silu(resnet(x))))
+        return x
+
+
+def test_levels_whose_parts_take_turns_open_to_the_parts() -> None:
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.conv_in = nn.Conv2d(3, 4, 1)
+            self.down_blocks = nn.ModuleList([Mixed(4, 4, 2), Mixed(4, 8, 2)])
+            self.mid = Mixed(8, 8, 1)
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = self.conv_in(x)
+            for block in self.down_blocks:
+                x = block(x)
+            return self.mid(x).mean()
+
+    names = [layer.name for layer in layers_of((Net(), {"x": torch.randn(2, 3, 8, 8)})).layers]
+    level = ["resnets.0", "attentions.0", "resnets.1", "attentions.1"]
+    levels = [f"down_blocks.{index}.{part}" for index in (0, 1) for part in level]
+    assert names == ["conv_in", *levels, "mid.resnets.0", "mid.attentions.0"]
+
+
 # ---------------------------------------------------------------------------------------- parameters
 
 

@@ -141,6 +141,21 @@ def test_flash_attention_keeps_query_key_value_output_and_a_number_a_row() -> No
     assert attention.saved_bytes == 4 * T * 8 * 4 + 4 * T * 4
 
 
+def test_rms_norm_keeps_its_input_and_a_number_a_row() -> None:
+    class Normed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(8, 8)
+            self.norm = nn.RMSNorm(8)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.norm(self.layer(x)).sum()
+
+    graph = traced(Normed(), {"x": torch.randn(2, 5, 8)}).graph
+    kept = {op.name: op.saved_bytes for op in operators(graph) if op.saved_bytes}
+    assert kept == {"linear": 5 * 8 * 4, "rms_norm": 5 * 4}
+
+
 def test_a_boolean_mask_is_kept_as_numbers_by_each_attention() -> None:
     class Masked(nn.Module):
         def __init__(self) -> None:
