@@ -137,7 +137,7 @@ class _Linter:
         form = "expand_heads" if expanded else _FORM_OF.get(node.target, "plain")
         for option in self._options(node, operation, found):
             if self._agrees(operation, option.inputs, found) and self._form_fits(option, form, node, operation):
-                self._check_shape(node, operation.shapes, option)
+                self._check_literals(node, operation, option)
                 return option.output
         raise self._objection(node, "one of its options")
 
@@ -215,9 +215,10 @@ class _Linter:
             if (without_gradient(state) if not self.gradient[child] else state) != REPLICATE:
                 raise self._objection(child, "R, as a result of the graph", placed=state)
 
-    def _check_shape(self, node: Node, shapes: tuple[Shape, ...], option: Option) -> None:
-        """Run a split operator on shapes alone."""
-        if not option.split or node.target in _FORM_OF:
+    def _check_literals(self, node: Node, operation: Operation, option: Option) -> None:
+        """Run a split operator whose sizes stand in the graph on shapes alone."""
+        rule = rule_of(operation.node)
+        if node.target in _FORM_OF or rule is None or not option.split or not rule.local_arguments(operation, option):
             return
         mode = detect_fake_mode([child.meta.get("val") for child in node.all_input_nodes])
         if mode is None:
@@ -229,7 +230,7 @@ class _Linter:
             local = tuple(shape_at(tensor, MAX_BATCH) for tensor in tensors_of(result))
         except Exception as error:
             raise self._objection(node, f"local sizes ({str(error).splitlines()[0]})") from None
-        wanted = tuple(_share(shape, option.output, self.degree) for shape in shapes)
+        wanted = tuple(_share(shape, option.output, self.degree) for shape in operation.shapes)
         if local != wanted:
             raise self._objection(node, f"a local shape of {wanted}, not {local}")
 
@@ -260,7 +261,8 @@ def _operands(node: Node) -> list[Node]:
 
 
 def _layout(arguments: tuple[Any, ...]) -> tuple[int, tuple[int, ...], int]:
-    dim, parts, block = (*arguments, *((), 0)[len(arguments) - 1 :])
+    dim, *layout = arguments
+    parts, block = layout or ((), 0)
     return dim, tuple(parts), block
 
 

@@ -217,6 +217,8 @@ class _Writer:
         """The product without its bias, the sum over ranks, then the bias once."""
         bias_slot = operation.slots["self" if operation.key == "addmm" else "bias"][0]
         factors = [operand for slot, operand in enumerate(operands) if slot != bias_slot]
+        target: Any
+        args: tuple[Any, ...]
         if operation.key == "addmm":
             target, args = aten.mm.default, tuple(factors)
         else:

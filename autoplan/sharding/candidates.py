@@ -42,7 +42,9 @@ def candidates(facts: GraphFacts, nodes: Sequence[Node], marks: Marks) -> Candid
         found = [*_whole(facts, node), *search.options[node], *_summands(facts, node, partial)]
         partial[node] = any(isinstance(option.output, Partial) for option in found)
         options[node] = tuple(dict.fromkeys(found))
-    stored = {node: (REPLICATE, *sorted(search.states[node], key=str)) for node in search.parameters}
+    stored: dict[Node, tuple[Placement, ...]] = {
+        node: (REPLICATE, *sorted(search.states[node], key=str)) for node in search.parameters
+    }
     return Candidates(options, stored)
 
 

@@ -12,6 +12,9 @@ solver's answer counts only when it is proven (``sol_status`` 1 at a gap of zero
 
 from __future__ import annotations
 
+import warnings
+from collections.abc import Set
+
 import highspy
 import numpy as np
 import pulp
@@ -20,13 +23,15 @@ from autoplan.sharding import elimination
 from autoplan.sharding.model import PairwiseModel, merge_followers
 
 
-def minimise(model: PairwiseModel, followers: set[int] = frozenset()) -> list[int]:  # type: ignore[assignment]
+def minimise(model: PairwiseModel, followers: Set[int] = frozenset()) -> list[int]:
     """The choice of every variable at a proven minimum; ``followers`` may be merged into their neighbours first.
 
     Falls back on exact elimination where the solver proves nothing.
     """
     merged = merge_followers(model, set(followers))
-    choices = _solve(merged.model) if merged.kept else []
+    with warnings.catch_warnings():  # PuLP 3.3 announces 4.0 at every variable
+        warnings.simplefilter("ignore", DeprecationWarning)
+        choices = _solve(merged.model) if merged.kept else []
     if choices is None:
         choices = elimination.minimise(merged.model)
     return merged.expand(choices)

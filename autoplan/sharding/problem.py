@@ -104,10 +104,10 @@ class _Edges:
             self._unary(value, REPLICATE)
         if len(wanted) == 1 and not exported:
             ((reader, needs),) = wanted.items()
-            costs = [
+            table = [
                 [sum(self._cost(value, source, t) for t in need) for need in needs] for source in self._sources(value)
             ]
-            self._pair(value, reader, np.array(costs))
+            self._pair(value, reader, np.array(table))
             return
         targets = sorted({target for needs in wanted.values() for need in needs for target in need}, key=str)
         for target in targets:

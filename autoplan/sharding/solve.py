@@ -250,7 +250,7 @@ class _Solver:
         return 0
 
     def _lacks_rule(self, node: Node) -> bool:
-        return rule_of(node) is None and self.facts.parametric[node] and not needs_no_rule(node)
+        return rule_of(node) is None and self.facts.differentiable[node] and not needs_no_rule(node)
 
 
 def _first_of_kind(layers: LayerGraph) -> list[int]:
