@@ -9,9 +9,10 @@ from typing import Any
 
 import typer
 
-from autoplan.cli import console, units
+from autoplan.cli import console
 from autoplan.cli.summary import summary
 from autoplan.errors import AutoplanError, InfeasibleError
+from autoplan.explain.text import seconds
 from autoplan.plan import SCHEMA_VERSION, Plan
 
 
@@ -54,7 +55,7 @@ def _save(plan: Plan, output: Path) -> None:
 
 
 def _closing(plan: Plan, output: Path | None) -> str:
-    spent = ", ".join(f"{name} {units.seconds(value)}" for name, value in plan.seconds.items())
+    spent = ", ".join(f"{name} {seconds(value)}" for name, value in plan.seconds.items())
     if output is None:
         advice = "add `-o plan.json` to keep it"
     else:

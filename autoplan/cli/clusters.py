@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from autoplan.cli import console, options, units
+from autoplan.cli import console, options
 from autoplan.cluster import Cluster, device_kinds
+from autoplan.explain.text import size
 
 
 def clusters(json: options.Json = False) -> None:
@@ -26,7 +27,7 @@ def clusters(json: options.Json = False) -> None:
         dtype = next(name for name in ("bf16", "fp16", "fp32") if name in device.peak_flops)
         listed.add_row(
             device.name,
-            units.size(device.memory_bytes),
+            size(device.memory_bytes),
             f"{device.memory_bytes_per_s / 1e9:.0f}",
             f"{device.peak_flops[dtype] / 1e12:.3g}" if device.is_cpu else f"{device.peak_flops[dtype] / 1e12:.0f}",
             dtype,

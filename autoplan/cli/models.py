@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from autoplan.cli import console, options, units
+from autoplan.cli import console, options
+from autoplan.explain.text import count
 
 
 def models(json: options.Json = False) -> None:
@@ -15,6 +16,6 @@ def models(json: options.Json = False) -> None:
         return
     listed = console.table(("preset", False), ("parameters", True), ("source", False))
     for entry in presets():
-        listed.add_row(entry.name, units.count(entry.parameters), entry.source)
+        listed.add_row(entry.name, count(entry.parameters), entry.source)
     console.result(listed)
     console.note("MODEL may also be a Hugging Face config.json, or file.py:factory")

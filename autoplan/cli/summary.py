@@ -7,9 +7,11 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from autoplan.cli import units
 from autoplan.cli.console import table
+from autoplan.explain.text import count, percent, seconds, size
 from autoplan.plan import Plan, Stage
+
+NEGLIGIBLE = 1e-3  # of the step: terms below are left out of the line
 
 
 def summary(plan: Plan) -> tuple[RenderableType, ...]:
@@ -36,43 +38,47 @@ def _fact_lines(plan: Plan) -> dict[str, list[str]]:
     strategy, predicted, proof = plan.strategy, plan.predicted, plan.certificate
     nodes = f"{plan.cluster.nodes} x " if plan.cluster.nodes > 1 else ""
     used = "" if plan.gpus_used == plan.gpus else f"; the plan uses {plan.gpus_used} of {plan.gpus} GPUs"
-    terms = {name: value for name, value in predicted.time_terms.items() if value > 0}
+    terms = {name: value for name, value in predicted.time_terms.items() if value > NEGLIGIBLE * predicted.step_time_s}
     return {
         "Model": [
-            f"{plan.model.name}: {units.count(plan.model.parameters)} parameters, {plan.precision}, "
+            f"{plan.model.name}: {count(plan.model.parameters)} parameters, {plan.precision}, "
             f"{plan.model.tokens_per_sample} tokens a sample"
         ],
         "Cluster": [
-            f"{nodes}{plan.cluster.gpus_per_node} {plan.cluster.device}, "
-            f"{units.size(plan.cluster.memory_bytes)} each{used}"
+            f"{nodes}{plan.cluster.gpus_per_node} {plan.cluster.device}, {size(plan.cluster.memory_bytes)} each{used}"
         ],
         "Plan": [
             strategy.describe(),
-            f"{strategy.micro_batches} micro-batches of {strategy.micro_batch_size} on each data rank, "
-            f"global batch {plan.global_batch}" + (f", {strategy.schedule}" if strategy.pipeline > 1 else ""),
+            _batch(plan),
             plan.case,
         ],
         "Step": [
-            f"{units.seconds(predicted.step_time_s)}, {units.count(predicted.tokens_per_s)} tokens/s, "
-            f"{predicted.model_tflops_per_gpu:.1f} TFLOP/s a GPU, MFU {units.percent(predicted.mfu)}",
-            ", ".join(f"{name.replace('_', ' ')} {units.seconds(value)}" for name, value in terms.items()),
+            f"{seconds(predicted.step_time_s)}, {count(predicted.tokens_per_s)} tokens/s, "
+            f"{predicted.model_tflops_per_gpu:.1f} TFLOP/s a GPU, MFU {percent(predicted.mfu)}",
+            ", ".join(f"{name.replace('_', ' ')} {seconds(value)}" for name, value in terms.items()),
         ],
         "Memory": [
-            f"{units.size(predicted.peak_memory_bytes)} at the peak, on the fullest GPU of "
-            f"{units.size(plan.cluster.memory_bytes)}"
+            f"{size(predicted.peak_memory_bytes)} at the peak, on the fullest GPU of {size(plan.cluster.memory_bytes)}"
         ],
         "Proof": [
-            f"{proof.status}, gap {units.percent(proof.gap)}: {proof.considered} plans considered, "
+            f"{proof.status}, gap {percent(proof.gap)}: {proof.considered} plans considered, "
             f"{proof.pruned_by_memory} did not fit, {proof.solved} solved"
         ],
     }
 
 
+def _batch(plan: Plan) -> str:
+    strategy = plan.strategy
+    parts = "1 micro-batch" if strategy.micro_batches == 1 else f"{strategy.micro_batches} micro-batches"
+    schedule = f", {strategy.schedule}" if strategy.pipeline > 1 else ""
+    return f"global batch {plan.global_batch}: {parts} of {strategy.micro_batch_size} on each data rank{schedule}"
+
+
 def _axes(plan: Plan) -> Table:
     axes = table(("axis", False), ("GPUs", True), ("splits", False), ("a step, each GPU", False), ("exposed", True))
     for axis in plan.axes:
-        traffic = f"{axis.times_per_step} x {axis.collective.replace('_', '-')}, {units.size(axis.bytes_per_step)}"
-        axes.add_row(axis.name, str(axis.degree), axis.splits, f"{traffic}, {axis.link}", units.seconds(axis.exposed_s))
+        traffic = f"{axis.times_per_step} x {axis.collective.replace('_', '-')}, {size(axis.bytes_per_step)}"
+        axes.add_row(axis.name, str(axis.degree), axis.splits, f"{traffic}, {axis.link}", seconds(axis.exposed_s))
     return axes
 
 
@@ -94,10 +100,10 @@ def _stages(plan: Plan) -> Table:
             str(index),
             span(rank, rank + width - 1),
             span(stage.first_layer, stage.last_layer),
-            units.count(stage.parameters),
-            units.seconds(stage.forward_s),
-            units.seconds(stage.backward_s),
-            units.size(stage.peak_memory_bytes),
+            count(stage.parameters),
+            seconds(stage.forward_s),
+            seconds(stage.backward_s),
+            size(stage.peak_memory_bytes),
             _recompute(stage),
         )
     return stages

@@ -52,9 +52,15 @@ def tiny(tmp_path: Path) -> str:
     return str(path)
 
 
-def test_the_json_object_is_the_contract(invoke: Invoke, tiny: str) -> None:
-    result = invoke("plan", tiny, "--gpus", "4xA100-80GB", "--global-batch", "16", "--seq", "64", "--json")
-    assert result.exit_code == 0, result.stderr
+def autoplan(*arguments: str) -> subprocess.CompletedProcess[str]:
+    """A process of its own: what a solver's library prints past Python would show."""
+    command = [sys.executable, "-m", "autoplan.cli", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=120)
+
+
+def test_the_json_object_is_the_contract(tiny: str) -> None:
+    result = autoplan("plan", tiny, "--gpus", "4xA100-80GB", "--global-batch", "16", "--seq", "64", "--json")
+    assert result.returncode == 0, result.stderr
     found = json.loads(result.stdout)
     assert found["schema"] == 1 and found["feasible"] is True and found["gpus"] == 4
     assert set(found["strategy"]) >= {
@@ -99,7 +105,7 @@ def test_a_plan_is_written_shown_and_explained(invoke: Invoke, tiny: str, tmp_pa
     file = str(tmp_path / "plan.json")
     planned = invoke("plan", tiny, "--gpus", "2xA100-80GB", "--global-batch", "16", "-o", file)
     assert planned.exit_code == 0, planned.stderr
-    assert "96" not in Plan.load(file).to_dict()["model"]["name"] and Plan.load(file).gpus == 2
+    assert (Plan.load(file).model.name, Plan.load(file).gpus) == ("tiny", 2)
     assert invoke("show", file).stdout == planned.stdout
     explained = invoke("explain", file)
     assert explained.exit_code == 0
@@ -150,12 +156,7 @@ def test_a_malformed_config_names_its_line(invoke: Invoke, tmp_path: Path) -> No
 def test_a_branch_on_data_names_the_users_line(tmp_path: Path) -> None:
     path = tmp_path / "branching.py"
     path.write_text(BRANCH)
-    finished = subprocess.run(
-        [sys.executable, "-m", "autoplan.cli", "plan", f"{path}:build", "--gpus", "2xH100"],
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
+    finished = autoplan("plan", f"{path}:build", "--gpus", "2xH100")
     assert finished.returncode == 2
     assert f"{path}:12" in finished.stderr
     assert finished.stderr.startswith("error: ") and "Traceback" not in finished.stderr
