@@ -64,6 +64,8 @@ def lower_bounds(space: Space, candidates: Candidates) -> LowerBounds:
 
 def _alike(candidates: Candidates, columns: tuple[str, ...]) -> list[tuple[NDArray[np.int64], Strategy]]:
     """Positions of the candidates that share ``columns``, with one of them."""
+    if not len(candidates):
+        return []
     keys = np.stack([getattr(candidates, name) for name in columns], axis=1)
     _, first, back = np.unique(keys, axis=0, return_index=True, return_inverse=True)
     order = np.argsort(back.reshape(-1), kind="stable")

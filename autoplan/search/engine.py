@@ -58,10 +58,13 @@ class Found:
 
 
 def preference(strategy: Strategy) -> tuple[int, ...]:
-    """Smaller is less parallel: kinds of parallelism, then degrees from the one that costs most to run down, then
-    GPUs."""
+    """Smaller is less parallel: axes of the mesh in use, then degrees (tensor weighs most, data least), then GPUs.
+
+    Sharded state adds no axis of its own but comes after plain data parallelism, so that with equal times the order is
+    one GPU, data, sharded state, pipeline, tensor, and then combinations.
+    """
     return (
-        len(strategy.axes),
+        sum(degree > 1 for degree in (strategy.data, strategy.pipeline, strategy.tensor)),
         strategy.tensor,
         strategy.pipeline,
         strategy.zero_stage,

@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Iterator
 
 from autoplan.cluster import Cluster, device_kinds
-from autoplan.errors import AutoplanError, InfeasibleError
+from autoplan.errors import AutoplanError, InfeasibleError, StrategyError
 from autoplan.search.engine import Engine, solve_strategy
 from autoplan.search.families import gib
 from autoplan.search.problem import RECOMPUTE_POLICIES, ZERO_STAGES, Problem
@@ -18,8 +18,8 @@ MOST_DOUBLINGS = 14
 MOST_BETWEEN = 16
 
 
-def infeasible(engine: Engine) -> InfeasibleError:
-    """The error for a problem none of whose candidates fits."""
+def infeasible(engine: Engine) -> AutoplanError:
+    """The error for a problem none of whose candidates fits, or that has none."""
     space = engine.space
     problem = space.problem
     short = nearest(engine)
@@ -44,16 +44,20 @@ def infeasible(engine: Engine) -> InfeasibleError:
     )
 
 
-def _no_candidates(engine: Engine) -> InfeasibleError:
+def _no_candidates(engine: Engine) -> StrategyError:
+    """Each forced value is legal by itself, and together they leave nothing."""
     problem, space = engine.space.problem, engine.space
-    reasons = "; ".join(f"tensor {degree}: {why}" for degree, why in space.refused.items())
-    coupled = f"; the batch cannot be split: {problem.batch_coupling}" if problem.batch_coupling else ""
-    return InfeasibleError(
-        f"no combination of degrees is legal for {problem.layers.name} on {problem.cluster.spec} with what was forced "
-        f"and global batch {problem.global_batch}{coupled}{'; ' + reasons if reasons else ''}",
-        where=f"{problem.layers.name} on {problem.cluster.spec}",
-        suggestions=tuple(_freed(problem)),
-        attempt="; ".join(_freed(problem)) or "another number of GPUs, or another global batch",
+    forced = ", ".join(f"{key} {value}" for key, value in problem.forced.items()) or "nothing"
+    reasons = [f"tensor {degree}: {why}" for degree, why in space.refused.items()]
+    if problem.batch_coupling:
+        reasons.append(f"the batch cannot be split: {problem.batch_coupling}")
+    freed = tuple(_freed(problem))
+    return StrategyError(
+        f"no combination of degrees is legal on {problem.cluster.gpus} GPUs with global batch {problem.global_batch} "
+        f"and what was forced ({forced})",
+        where="; ".join(reasons),
+        legal="data x tensor x pipeline that divides the GPUs, data x micro_batch_size that divides the global batch",
+        attempt="; ".join(freed) or "another number of GPUs, or another global batch",
     )
 
 

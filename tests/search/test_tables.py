@@ -74,7 +74,7 @@ def best_policies(space: Space, strategy: Strategy, stage: int, first: int, end:
     return best
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=120, deadline=None)
 @given(layers_of, st.floats(0.3, 3.0), st.integers(1, 3).flatmap(strategies_for))
 def test_every_period_is_the_least_over_all_recompute_choices(
     layers: list[Dense], memory_gib: float, strategy: Strategy
@@ -117,7 +117,7 @@ def brute_force(space: Space, strategy: Strategy) -> float:
     return best
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=120, deadline=None)
 @given(layers_of, st.floats(0.2, 2.0), st.integers(1, 3).flatmap(strategies_for), st.sampled_from(["HiGHS", None]))
 def test_the_stages_are_the_best_over_all_cuts_and_recompute_choices(
     layers: list[Dense], memory_gib: float, strategy: Strategy, solver: str | None

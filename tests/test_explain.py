@@ -1,0 +1,100 @@
+"""explain: what was chosen and why, in 80 columns of plain text, from the plan alone."""
+
+from __future__ import annotations
+
+import pytest
+
+from autoplan.explain import explain
+from autoplan.explain.text import bar, count, seconds, shorten, size
+from autoplan.plan import Plan
+from autoplan.search import search
+from autoplan.search.problem import Problem
+from tests.support.layer_graphs import Dense, cluster, problem
+
+LARGE = [Dense(elements=100_000_000)] * 16
+
+
+def text_of(question: Problem) -> str:
+    text = explain(search(question))
+    assert max(len(line) for line in text.splitlines()) <= 80
+    assert text.isascii() and "\x1b" not in text and text.endswith("\n")
+    assert all(line == line.rstrip() for line in text.splitlines())
+    return text
+
+
+def test_every_section_is_there() -> None:
+    text = text_of(problem(LARGE, cluster(4), assumptions=("the batch was assumed",)))
+    titles = ["chain on 4xcard", "What is split", "Stages", "Memory of", "One step", "Why not less", "Proof"]
+    places = [text.index(title) for title in titles]
+    assert places == sorted(places)
+    assert "- the batch was assumed" in text
+
+
+def test_the_decision_says_why() -> None:
+    text = " ".join(text_of(problem(LARGE, cluster(4))).split())
+    assert "does not fit one card" in text and "1.6 B parameters" in text and "A step of 32 samples" in text
+
+
+def test_axes_say_what_how_often_and_how_much() -> None:
+    forced = {"data": 2, "pipeline": 2, "tensor": 2, "micro_batch_size": 4, "zero_stage": 0}
+    text = " ".join(text_of(problem(LARGE, cluster(8), forced=forced)).split())
+    assert "pipeline x 2 splits layers send and receive, over near" in text
+    assert "data x 2 splits the batch all-reduce of gradients, over near" in text
+    # 8 layers a stage, an all-reduce each way, 4 micro-batches.
+    assert "tensor x 2 splits matrices all-reduce, over near 64 times a step" in text
+
+
+def test_sixteen_stages_are_legible() -> None:
+    layers = [Dense(elements=100_000_000 + i) for i in range(32)]
+    text = text_of(problem(layers, cluster(8, nodes=2), forced={"pipeline": 16}))
+    rows = [line for line in text.splitlines() if "layers." in line and "[" in line]
+    assert len(rows) == 16
+    assert rows[0].split()[:2] == ["0", "layers.0..layers.1"]
+
+
+def test_many_stages_share_rows() -> None:
+    text = text_of(problem([Dense(elements=10_000_000)] * 64, cluster(8, nodes=4), forced={"pipeline": 32}))
+    rows = [line for line in text.splitlines() if "[" in line]
+    assert len(rows) < 16
+    assert any("stages x 2 layers" in row for row in rows)
+
+
+def test_recompute_is_shown_where_it_happens() -> None:
+    text = text_of(problem(LARGE, cluster(4), forced={"recompute": "full", "pipeline": 4}))
+    assert text.count("recompute: 4 full") == 4
+
+
+def test_one_gpu_splits_nothing() -> None:
+    text = text_of(problem([Dense(elements=1000)] * 2, cluster(1)))
+    assert "Nothing: one GPU holds the whole model" in text
+
+
+def test_why_not_lists_what_is_missing() -> None:
+    text = text_of(problem(LARGE, cluster(4)))
+    lines = text.splitlines()
+    one = next(line for line in lines if line.strip().startswith("one GPU"))
+    assert "short" in one
+
+
+def test_a_plan_that_is_not_proven_says_so() -> None:
+    plan = search(problem(LARGE, cluster(4)))
+    data = plan.to_dict()
+    data["certificate"] |= {"status": "feasible", "gap": 0.25, "lower_bound_s": 0.75, "best_s": 1.0}
+    loaded = Plan.from_json(__import__("json").dumps(data))
+    text = " ".join(loaded.explain().split())
+    assert "Not proven" in text and "25.0% less" in text
+
+
+@pytest.mark.parametrize(
+    ("value", "text"), [(0, "0 B"), (1536, "1.5 KiB"), (3 * 2**30, "3.0 GiB"), (5 * 2**40, "5.0 TiB")]
+)
+def test_sizes(value: float, text: str) -> None:
+    assert size(value) == text
+
+
+def test_times_counts_bars_and_names() -> None:
+    assert [seconds(v) for v in (2.5, 0.0125, 3e-6)] == ["2.50 s", "12.5 ms", "3 us"]
+    assert [count(v) for v in (8.03e9, 124e6, 12)] == ["8.03 B", "124 M", "12"]
+    assert [bar(v, 10) for v in (0, 1e-9, 0.5, 2)] == ["." * 10, "#.........", "#####.....", "#" * 10]
+    assert shorten("model.layers.31.feed_forward", 12) == "mode..orward"
+    assert len(shorten("model.layers.31.feed_forward", 12)) == 12
