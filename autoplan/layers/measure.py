@@ -324,6 +324,20 @@ class _FlashLike(torch.autograd.Function):
         raise NotImplementedError("runs on meta only to see what is kept")
 
 
+class _RmsNormLike(torch.autograd.Function):
+    """What a fused rms_norm keeps: its input and the reciprocal of each row's root mean square."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, normed: int, weight: Tensor | None) -> Tensor:
+        rows = x.new_empty(x.shape[: x.dim() - normed], dtype=torch.float32)
+        ctx.save_for_backward(x, rows, *((weight,) if weight is not None else ()))
+        return torch.empty_like(x)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        raise NotImplementedError("runs on meta only to see what is kept")
+
+
 def _call(node: Node, arguments: list[Any], keywords: dict[str, Any]) -> Any:
     name = operator_name(node.target)
     if name in ATTENTIONS and name == "scaled_dot_product_attention":
@@ -335,8 +349,8 @@ def _call(node: Node, arguments: list[Any], keywords: dict[str, Any]) -> Any:
             return torch.ops.aten.native_dropout.default(arguments[0], probability, True)[0]
         return arguments[0]
     if name == "rms_norm":
-        x, shape, weight, epsilon = (*arguments, None, None)[:4]
-        return torch.ops.aten._fused_rms_norm.default(x, shape, weight, epsilon)[0]
+        x, shape, weight = (*arguments, None)[:3]
+        return _RmsNormLike.apply(x, len(shape), weight)
     target = node.target
     assert callable(target)
     return target(*arguments, **keywords)

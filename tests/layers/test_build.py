@@ -210,7 +210,7 @@ class Mixed(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         for resnet, attention in zip(self.resnets, self.attentions, strict=True):
-            x = F.silu(attention(F.silu(resnet(x))))
+            x = attention(resnet(x))
         return x
 
 
