@@ -89,6 +89,7 @@ class _Writer:
     placed: dict[Node, Placement] = field(init=False, default_factory=dict)
     layers: dict[Node, int] = field(init=False, default_factory=dict)
     converted: dict[tuple[Node, Step, int], Node] = field(init=False, default_factory=dict)
+    local_values: dict[tuple[Any, ...], Tensor] = field(init=False, default_factory=dict)
 
     def __post_init__(self) -> None:
         self.facts = GraphFacts(self.graph_module, self.sharding.degree)
@@ -306,8 +307,19 @@ class _Writer:
     def _meta(self, node: Node, placement: Placement) -> dict[str, Any]:
         meta = dict(node.meta)
         if isinstance(placement, Shard) and tensors_of(meta.get("val")):
-            meta["val"] = _local_value(meta["val"], placement.dim, self.facts.degree)
+            meta["val"] = self._local_value(meta["val"], placement.dim)
         return meta
+
+    def _local_value(self, value: Any, dim: int) -> Any:
+        """A stand-in of the local shape; nodes of equal shapes share one, for making them is the pass's main cost."""
+        if isinstance(value, (tuple, list)):
+            return type(value)(self._local_value(item, dim) for item in value)
+        key = (*map(str, value.shape), value.dtype, value.device, dim)
+        if key not in self.local_values:
+            sizes = list(value.shape)
+            sizes[dim] = sizes[dim] // self.facts.degree
+            self.local_values[key] = value.detach().new_empty(sizes)
+        return self.local_values[key]
 
 
 _FORMS: dict[str, Callable[..., Node]] = {
@@ -317,16 +329,6 @@ _FORMS: dict[str, Callable[..., Node]] = {
     "vocabulary_embedding": _Writer._vocabulary_embedding,
     "vocabulary_cross_entropy": _Writer._vocabulary_cross_entropy,
 }
-
-
-def _local_value(value: Any, dim: int, degree: int) -> Any:
-    if isinstance(value, (tuple, list)):
-        return type(value)(_local_value(item, dim, degree) for item in value)
-    if isinstance(value, torch.nn.Parameter):
-        value = value.detach()
-    sizes = list(value.shape)
-    sizes[dim] = sizes[dim] // degree
-    return value.new_empty(sizes)
 
 
 def _place_of(node: Node) -> dict[str, Any]:

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Set
+from typing import Any
 
 import highspy
 import numpy as np
@@ -37,13 +38,18 @@ def minimise(model: PairwiseModel, followers: Set[int] = frozenset()) -> list[in
     return merged.expand(choices)
 
 
+# The class that highspy.Highs wraps: the wrapper's constructor prints a banner to standard output, which belongs to the
+# caller's results.
+_Highs: Any = highspy.Highs.__bases__[0]
+_OPTIONS = {"output_flag": False, "threads": 1, "mip_rel_gap": 0.0, "mip_abs_gap": 0.0}
+
+
 class _QuietHiGHS(pulp.HiGHS):
-    """PuLP's HiGHS prints a banner on the first option it sets."""
+    """PuLP's HiGHS without the banner, proven to a gap of zero, on one thread."""
 
     def createAndConfigureSolver(self, lp: pulp.LpProblem) -> None:
-        lp.solverModel = highspy.Highs()
-        lp.solverModel.silent()
-        for option, value in (("mip_rel_gap", 0.0), ("mip_abs_gap", 0.0), ("threads", 1)):
+        lp.solverModel = _Highs()
+        for option, value in _OPTIONS.items():
             lp.solverModel.setOptionValue(option, value)
 
 
@@ -63,8 +69,8 @@ def _solve(model: PairwiseModel) -> list[int] | None:
     for pair, table in model.tables.items():
         objective += _add_pair(problem, chosen, pair, table)
     problem += _sum(objective)
-    highspy.Highs.resetGlobalScheduler(True)  # HiGHS keeps one thread count a process; others may have set another
-    problem.solve(_QuietHiGHS(msg=False, threads=1, gapRel=0.0))
+    _Highs.resetGlobalScheduler(True)  # HiGHS keeps one thread count a process; others may have set another
+    problem.solve(_QuietHiGHS(msg=False))
     if problem.sol_status != pulp.LpSolutionOptimal:
         return None
     return [max(columns, key=lambda choice: columns[choice].value() or 0.0) for columns in chosen]

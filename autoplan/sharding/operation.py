@@ -109,11 +109,10 @@ class GraphFacts:
         self.graph_module = graph_module
         self.graph: Graph = graph_module.graph
         self.degree = degree
-        self.shapes: dict[Node, tuple[Shape, ...]] = {}
+        self.shapes = _Shapes()
         self.differentiable: dict[Node, bool] = {}
         self.parametric: dict[Node, bool] = {}
         for node in self.graph.nodes:
-            self.shapes[node] = _shapes(node)
             self.differentiable[node] = self._is_differentiable(node)
             reached = any(self.parametric[parent] for parent in node.all_input_nodes)
             self.parametric[node] = reached or self.parameter(node) is not None
@@ -175,7 +174,7 @@ def rebuild(node: Node, replacements: tuple[Any, ...], other: Callable[[Node], A
     remaining = iter(replacements)
 
     def visit(child: Node) -> Any:
-        return next(remaining) if _shapes(child) else other(child)
+        return next(remaining) if tensors_of(child.meta.get("val")) else other(child)
 
     args = tuple(torch.fx.node.map_arg(value, visit) for value in node.args)
     kwargs = {name: torch.fx.node.map_arg(value, visit) for name, value in node.kwargs.items()}
@@ -197,11 +196,16 @@ def sample_bytes(node: Node, *, batch_size: int, dynamic: bool) -> tuple[float, 
     return (one / batch_size, True) if batched else (float(one), False)
 
 
-def _shapes(node: Node) -> tuple[Shape, ...]:
-    try:
-        return tuple(shape_at(tensor, MAX_BATCH) for tensor in tensors_of(node.meta.get("val")))
-    except AutoplanError:  # a size that only the data decides, without a bound: nothing can be split
-        return tuple((1,) * tensor.dim() for tensor in tensors_of(node.meta.get("val")))
+class _Shapes(dict[Node, tuple[Shape, ...]]):
+    """Whole shapes, worked out when first asked for: of repeated layers only the first is looked at."""
+
+    def __missing__(self, node: Node) -> tuple[Shape, ...]:
+        tensors = tensors_of(node.meta.get("val"))
+        try:
+            self[node] = tuple(shape_at(tensor, MAX_BATCH) for tensor in tensors)
+        except AutoplanError:  # a size that only the data decides, without a bound: nothing can be split
+            self[node] = tuple((1,) * tensor.dim() for tensor in tensors)
+        return self[node]
 
 
 def _bind(node: Node) -> tuple[dict[str, Any], list[tuple[str, Any]]]:

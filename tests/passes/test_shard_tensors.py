@@ -11,6 +11,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from autoplan.passes import operators
+from autoplan.passes.lint import check_placements
+from autoplan.passes.split_stages import split_stages
+from autoplan.passes.weight_loss import weight_loss
 from autoplan.sharding import Replicate, Shard
 from tests.support import models, sharded
 
@@ -154,6 +157,31 @@ def test_loss_and_every_gradient_equal_the_single_process(name: str, degree: int
 @pytest.mark.parametrize("name", WIDE)
 def test_further_families_equal_the_single_process(name: str, degree: int) -> None:
     assert_equal_to_one_process(name, degree)
+
+
+@pytest.mark.parametrize("name", ["GPT-2", "nn.TransformerEncoder", "mlp"])
+def test_a_loss_weighted_for_parts_of_the_batch_is_split_too(name: str) -> None:
+    model = traced(name)
+    weighted = weight_loss(model.capture)
+    _, graph = sharded.shard(model, 2, weighted.graph_module)
+    cut = 1 if name == "GPT-2" else 3  # uneven micro-batches
+    parts = [[x[:cut] for x in model.inputs], [x[cut:] for x in model.inputs]]
+    totals = [sum(part) for part in zip(*(weighted.weights(*inputs) for inputs in parts), strict=True)]
+    ran = sharded.run(model, graph, [[*inputs, *totals] for inputs in parts])
+    torch.testing.assert_close(ran.losses[0], model.loss, rtol=TOLERANCE, atol=0)
+    assert sharded.worst_error(ran.gradients, model.gradients) < TOLERANCE
+
+
+def test_layers_may_stand_in_different_stages() -> None:
+    model = traced("GPT-2")
+    _, graph = sharded.shard(model, 2)
+    stage = {name: int(i >= 1) for i, layer in enumerate(model.layers.layers) for name in layer.nodes}
+    stage |= {name: stage[origin] for name, origin in graph.origin.items() if origin in stage}
+    first, second = split_stages(graph.graph_module, stage)
+    # What crosses between stages is whole: alike on all ranks of the tensor axis.
+    placed = check_placements(graph.graph_module, model.capture.graph_module, graph.parameters, degree=2)
+    assert {str(placed[value.name]) for value in first.sends} == {"R"}
+    assert second.returns_loss
 
 
 def test_llama_communicates_as_megatron_does() -> None:

@@ -28,7 +28,7 @@ BLOCK_COMMUNICATION = [
 
 @functools.cache
 def built(name: str) -> tuple[Capture, LayerGraph]:
-    model, batch = getattr(models, name)(samples=2)
+    model, batch = getattr(models, name)(samples=2, layers=2)
     captured = capture(model, batch)
     return captured, build_layers(captured)
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -77,18 +77,22 @@ def widen(graph_module: GraphModule) -> None:
     graph_module.recompile()
 
 
-def shard(traced: Traced, degree: int) -> tuple[Sharding, ShardedGraph]:
+def shard(traced: Traced, degree: int, graph_module: GraphModule | None = None) -> tuple[Sharding, ShardedGraph]:
+    """The sharding and the rewritten graph: of the capture, or of what another pass made of it."""
     sharding = shard_model(traced.capture, traced.layers, degree=degree, cluster=cluster())
-    return sharding, shard_tensors(traced.capture.graph_module, sharding)
+    return sharding, shard_tensors(graph_module or traced.capture.graph_module, sharding)
 
 
-def run(traced: Traced, sharded: ShardedGraph) -> Ran:
-    """Forward and backward on every rank; gradients are assembled, replicated ones checked to be alike."""
+def run(traced: Traced, sharded: ShardedGraph, parts: Sequence[Sequence[Tensor]] = ()) -> Ran:
+    """Forward and backward on every rank; gradients are assembled, replicated ones checked to be alike.
+
+    ``parts``: inputs of micro-batches whose losses and gradients add up, instead of the whole batch.
+    """
     world = ThreadWorld(sharded.degree)
 
     def body(rank: int) -> tuple[Tensor, dict[str, Tensor | None], Counter[str]]:
         module, local = local_module(sharded, rank)
-        loss = module(*traced.inputs)
+        loss = torch.stack([module(*inputs) for inputs in parts or [traced.inputs]]).sum()
         forward = Counter(world.counts[rank])
         loss.backward()
         return loss.detach(), {name: parameter.grad for name, parameter in local.items()}, forward
