@@ -188,31 +188,32 @@ def _from_totals(
     writer: _Writer, argument: Node, user: Node, sources: dict[Node, Node], copies: dict[Node, Node]
 ) -> Node:
     """The computation of ``argument`` again, from the whole batch's totals instead of this part's sums."""
+    needed: set[Node] = set()  # between the sources and the argument
+    for node in argument.graph.nodes:
+        if node in sources or not needed.isdisjoint(node.all_input_nodes):
+            needed.add(node)
+        if node is argument:
+            break
     made: dict[Node, Node] = {}
 
     def build(node: Node) -> Node:
-        if node in sources:
-            value = node.meta["val"]
-            dtype = value.dtype if isinstance(value, Tensor) else None
-            return writer.cast(sources[node], dtype, copies[user]) if dtype is not None else sources[node]
+        if node not in needed:
+            return copies[node]
         if node not in made:
-            if not _reaches(node, sources):
-                return copies[node]
-            args = map_arg(node.args, build)
-            kwargs = map_arg(node.kwargs, build)
-            made[node] = writer.call(node.target, *args, like=copies[node], **kwargs)  # type: ignore[arg-type]
+            if node in sources:
+                value = node.meta["val"]
+                total = sources[node]
+                made[node] = writer.cast(total, value.dtype, copies[user]) if isinstance(value, Tensor) else total
+            else:
+                args, kwargs = map_arg(node.args, build), map_arg(node.kwargs, build)
+                made[node] = writer.call(node.target, *args, like=copies[node], **kwargs)  # type: ignore[arg-type]
         return made[node]
 
     result = build(argument)
-    if not isinstance(argument.meta["val"], Tensor):  # a number: as a tensor it must not widen its user
-        value = user.meta.get("val")
-        if isinstance(value, Tensor) and value.is_floating_point():
-            result = writer.cast(result, value.dtype, copies[user])
+    value = user.meta.get("val")
+    if not isinstance(argument.meta["val"], Tensor) and isinstance(value, Tensor) and value.is_floating_point():
+        return writer.cast(result, value.dtype, copies[user])  # a number became a tensor: it must not widen its user
     return result
-
-
-def _reaches(node: Node, sources: dict[Node, Node]) -> bool:
-    return node in sources or any(_reaches(operand, sources) for operand in node.all_input_nodes)
 
 
 def _divide_constant(
@@ -303,6 +304,8 @@ def _weights(
 
 
 def _weight_operands(site: Site) -> list[Node]:
+    if site.mask is not None:
+        return [site.mask]
     if site.term.weight == "node":
         return [site.node]
     if site.term.weight == "targets":
@@ -321,6 +324,9 @@ def _weight(writer: _Writer, site: Site, copies: dict[Node, Node], sizes: Sizes,
         return _count_targets(writer, copies[a["target"]], weight, a["ignore_index"], like)
     if site.term.weight == "elements":
         count = counted_elements(site.node, sizes)
+        if site.mask is not None:
+            rows = writer.call(aten.sum.default, copies[site.mask], dtype=torch.float64, like=like)
+            return writer.call(aten.mul.Tensor, rows, count, like=like)
         if sizes.dynamic and batch is not None:
             size = writer.call(aten.sym_size.int, batch, 0, like=like)
             rows = writer.call(operator.mul, size, count // sizes.batch, like=like)

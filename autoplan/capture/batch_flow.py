@@ -18,6 +18,7 @@ from autoplan.capture.batch_state import (
     Free,
     Mixed,
     Order,
+    Permuted,
     PerRow,
     Reduced,
     Rows,
@@ -59,6 +60,10 @@ class Flow:
         self.means: set[Node] = set()  # reductions over the batch that are means
         self.sums: set[Node] = set()
         self.data_only: set[Node] = set()  # values computed from the inputs and buffers alone, without chance
+        self.tainted: set[Node] = set()  # values that need the totals
+        self.sizes_of_parts: set[Node] = set()  # numbers whose parts don't add up to the whole's
+        self.selections: dict[str, Node] = {}  # masks that rows were selected by, by the name of their order
+        self.counted_by: dict[Node, Node] = {}  # means over selected rows -> the mask
         self.total_uses: dict[tuple[Node, Node], frozenset[Node]] = {}  # (user, argument) -> the sums it is made of
         self._as_free: set[Node] = set()
 
@@ -104,16 +109,24 @@ class Flow:
     def forget_free(self) -> None:
         self._as_free.clear()
 
-    def reduced(self, node: Node, *, mean: bool) -> State:
-        """The operator adds up (or averages) over the samples."""
-        if mean and not self._counts_evenly(node):
-            return self.couple(node, "the number of values that this mean counts depends on the data")
-        (self.means if mean else self.sums).add(node)
-        scalar = self.rank(node) == 0
-        return Reduced(terms=frozenset({node}), total=scalar and not mean and node in self.data_only)
+    def known(self, value: Any) -> bool:
+        """Whether a part's inputs alone give the value, so that it can be counted before the model runs."""
+        return not isinstance(value, Node) or (value in self.data_only and value not in self.tainted)
 
-    def _counts_evenly(self, node: Node) -> bool:
-        return not any(is_data_dependent(operand.meta.get("val")) for operand in node.all_input_nodes)
+    def reduced(self, node: Node, order: Order, *, mean: bool, counted: bool = False) -> State:
+        """The operator adds up, or averages, rows in ``order`` over the samples. ``counted``: a mean over what the
+        operator itself counts among its targets; else it counts every row."""
+        if mean and not counted and any(is_data_dependent(x.meta.get("val")) for x in node.all_input_nodes):
+            mask = self.selections.get(order.by) if isinstance(order, Permuted) else None
+            if mask is None or not self.known(mask):
+                return self.couple(
+                    node, "the number of values that this mean counts depends on what the model computes"
+                )
+            self.counted_by[node] = mask
+        (self.means if mean else self.sums).add(node)
+        operands_known = all(self.known(operand) for operand in node.all_input_nodes)
+        total = self.rank(node) == 0 and not mean and node in self.data_only and operands_known
+        return Reduced(terms=frozenset({node}), total=total)
 
     def uniform_along(self, value: Any, dim: int) -> bool:
         """Whether all rows of a Free value along ``dim`` are alike."""
@@ -170,10 +183,14 @@ def combine(
     fixed: Collection[Hashable] = (),
 ) -> State:
     """The state of ``node`` from labelled operands; see the module."""
+    operands = [(value, labels) for value, labels in operands if isinstance(value, Node)]
     found: tuple[Hashable, Order] | None = None
     positions = False
     for value, labels in operands:
-        state = flow.rows(value) if any(label in fixed for label in labels) else flow.state(value)
+        gone = [dim for dim, label in enumerate(labels) if label in fixed or label not in result]
+        state = flow.rows(value) if gone else flow.state(value)
+        if isinstance(state, Free) and any(flow.sizes.scales(flow.shape(value)[dim]) for dim in gone):
+            return flow.couple(node, "its value depends on the size of the batch")
         if isinstance(state, (Mixed, Reduced, Total)) or not isinstance(state, (Free, *PerRow)):
             return Mixed() if isinstance(state, Mixed) else flow.couple(node, "it uses a value of the whole batch")
         if isinstance(state, Free):
@@ -194,7 +211,7 @@ def combine(
     if label in fixed:
         return flow.couple(node, f"{operator_name(node).split('::')[1]} works across the samples of the batch")
     if label not in result:
-        return flow.reduced(node, mean=False)
+        return flow.reduced(node, order, mean=False)
     dim = list(result).index(label)
     if positions:
         flow.couple(node, "the values depend on where a sample stands in the batch")

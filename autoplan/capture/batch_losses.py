@@ -9,6 +9,7 @@ from torch.fx import Node
 
 from autoplan.capture.batch_flow import Flow, Labels, combine, rule
 from autoplan.capture.batch_state import Mixed, Rows, Sizes, State, bound, operator_name, tensors
+from autoplan.capture.shapes import is_data_dependent
 
 NONE, MEAN, SUM = 0, 1, 2  # torch's at::Reduction
 
@@ -64,7 +65,7 @@ def _classes(flow: Flow, node: Node, a: Arguments) -> State:
     if a["reduction"] == MEAN and not probabilities(a):
         for name in ("target", "weight"):
             value = a.get(name)
-            if isinstance(value, Node) and value not in flow.data_only and not isinstance(flow.state(value), Mixed):
+            if not flow.known(value) and not isinstance(flow.state(value), Mixed):
                 return flow.couple(node, f"how much this mean counts depends on its {name}, which the model computes")
     return _finish(flow, node, a, operands, ["n", *places], {"c"})
 
@@ -79,7 +80,7 @@ def _finish(flow: Flow, node: Node, a: Arguments, operands: Operands, result: La
     state = combine(flow, node, operands, result, fixed=fixed)
     if kept or not isinstance(state, Rows):
         return state
-    return flow.reduced(node, mean=a["reduction"] == MEAN)
+    return flow.reduced(node, state.order, mean=a["reduction"] == MEAN, counted=counts_targets(node))
 
 
 def counts_targets(node: Node) -> bool:
@@ -88,9 +89,12 @@ def counts_targets(node: Node) -> bool:
 
 
 def counted_elements(node: Node, sizes: Sizes) -> int:
-    """How many elements the mean ``node`` averages, at the batch of ``sizes``. Targets that are ignored aside."""
+    """How many elements the mean ``node`` averages, at the batch of ``sizes``.
+
+    A dimension whose size depends on the data counts as 1: the caller multiplies by the rows selected.
+    """
     name, a = operator_name(node).split("::")[1], bound(node)
-    shapes = [sizes.shape(value) for value in tensors(a.values())]
+    shapes = [_shape(value, sizes) for value in tensors(a.values())]
     if name == "mean":
         shape, dims = shapes[0], a.get("dim")
         if dims is None or (isinstance(dims, (list, tuple)) and not dims):
@@ -99,8 +103,12 @@ def counted_elements(node: Node, sizes: Sizes) -> int:
     if name in ROWWISE:
         return shapes[0][0]
     if name in CLASSES:
-        shape = sizes.shape(a["self"])
+        shape = _shape(a["self"], sizes)
         return prod(shape) // shape[1 if len(shape) > 1 else 0]
     rank = max(len(shape) for shape in shapes)
     aligned = [(1,) * (rank - len(shape)) + shape for shape in shapes]
     return prod(max(column) for column in zip(*aligned, strict=True))
+
+
+def _shape(value: Node, sizes: Sizes) -> tuple[int, ...]:
+    return tuple(1 if is_data_dependent(size) else sizes.value(size) for size in value.meta["val"].shape)

@@ -35,9 +35,9 @@ Arguments = dict[str, Any]
 @rule("arange")
 def _arange(flow: Flow, node: Node, a: Arguments) -> State:
     size = flow.shape(node)[0]
-    if not flow.sizes.scales(size):
+    if not flow.sizes.grows(node):
         return Free()
-    if a.get("start", 0) != 0 or a.get("step", 1) != 1:
+    if not flow.sizes.scales(size) or a.get("start", 0) != 0 or a.get("step", 1) != 1:
         return flow.couple(node, "the values depend on where a sample stands in the batch")
     table = Straight(outer=1, inner=size // flow.sizes.batch)
     return RowIds(dim=0, order=table, table=table)
@@ -79,7 +79,7 @@ def _divide(flow: Flow, node: Node, a: Arguments) -> State:
 
 @rule("histc bincount")
 def _histogram(flow: Flow, node: Node, a: Arguments) -> State:
-    state = flow.state(node.args[0])
+    state = flow.rows(node.args[0])
     if isinstance(state, Rows) and state.sorted_by:
         return Offsets(by=state.sorted_by)
     if isinstance(state, (Free, Mixed)):
@@ -114,9 +114,10 @@ def _where(flow: Flow, node: Node, a: Arguments) -> State:
 
 @rule("nonzero_numpy")
 def _nonzero(flow: Flow, node: Node, a: Arguments) -> State:
-    state = flow.state(node.args[0])
+    state = flow.rows(node.args[0])
     if not isinstance(state, Rows):
         return state if isinstance(state, (Free, Mixed)) else flow.couple(node, "it selects samples by value")
+    flow.selections[node.name] = node.args[0]  # type: ignore[assignment]
     if not isinstance(state.order, Straight):
         return flow.couple(node, "it selects rows that were selected before")
     order = Permuted(by=node.name)
@@ -199,6 +200,7 @@ def _masked(flow: Flow, node: Node, value: Any, indices: list[Node | None], give
     if isinstance(mask, Free) and isinstance(state, Free):
         return Free()
     if isinstance(mask, Rows) and (isinstance(state, Free) or _same_rows(mask, state)):
+        flow.selections[given[0].name] = given[0]
         return Rows(dim=0, order=Permuted(by=given[0].name))
     return flow.couple(node, "it selects samples by a mask that is not a row for each sample")
 

@@ -77,14 +77,12 @@ def _filled(flow: Flow, node: Node, a: Arguments) -> State:
 
 @rule("randperm")
 def _shuffle(flow: Flow, node: Node, a: Arguments) -> State:
-    if not flow.sizes.scales(flow.shape(node)[0]):
-        return Free()
-    return flow.couple(node, "it shuffles the samples of the batch")
+    return flow.couple(node, "it shuffles the samples of the batch") if flow.sizes.grows(node) else Free()
 
 
 @rule("linspace logspace eye tril_indices triu_indices")
 def _position_made(flow: Flow, node: Node, a: Arguments) -> State:
-    if any(flow.sizes.scales(size) for size in flow.shape(node)):
+    if flow.sizes.grows(node):
         return flow.couple(node, "the values depend on where a sample stands in the batch")
     return Free()
 
@@ -253,7 +251,7 @@ def _reduce(flow: Flow, node: Node, a: Arguments, *, mean: bool | None) -> State
     state = flow.rows(value)
     if isinstance(state, PerRow) and state.dim in dims and mean is not None:
         if isinstance(state, Rows):
-            return flow.reduced(node, mean=mean)
+            return flow.reduced(node, state.order, mean=mean)
         return flow.couple(node, "the values depend on where a sample stands in the batch")
     kept = list(range(rank)) if a.get("keepdim") else [dim for dim in range(rank) if dim not in dims]
     state = combine(flow, node, [(value, range(rank))], kept, fixed=set(dims))

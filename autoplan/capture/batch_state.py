@@ -141,6 +141,13 @@ class Sizes:
         tensor = value.meta["val"] if isinstance(value, Node) else value
         return tuple(self.value(size) for size in tensor.shape)
 
+    def grows(self, value: Node) -> bool:
+        """Whether a size of the value has the batch in it, as a multiple or otherwise."""
+        if not self.dynamic:
+            return False
+        sizes: list[Any] = list(value.meta["val"].shape)
+        return any(is_symbolic(size) and self.symbol in size.node.expr.free_symbols for size in sizes)
+
     def scales(self, size: int) -> bool:
         """Whether an evaluated size grows with the batch; never known of a static graph."""
         return self.dynamic and size > 0 and size % self.batch == 0

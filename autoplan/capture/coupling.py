@@ -41,27 +41,8 @@ from autoplan.capture.types import InputSpec
 
 # Values that mean nothing to the loss: checks that torch.export leaves behind.
 _CHECKS = {"_assert_tensor_metadata", "_assert_scalar", "_assert_async", "sym_constrain_range_for_size"}
-_MAKERS = set(
-    [
-        "arange",
-        "full",
-        "zeros",
-        "ones",
-        "empty",
-        "new_zeros",
-        "new_ones",
-        "new_empty",
-        "new_full",
-        "rand",
-        "randn",
-        "randint",
-        "randperm",
-        "linspace",
-        "eye",
-        "tril_indices",
-        "triu_indices",
-    ]
-)
+# Their numbers are bounds of a range, which their rules look at.
+_RANGES = {"arange", "linspace", "logspace"}
 # f(a x + b y) = a f(x) + b f(y), and what only moves values.
 LINEAR = set(
     [
@@ -179,11 +160,17 @@ def _visit(flow: Flow, node: Node) -> State:
     if name == "getitem":
         return getitem(flow, node)
     operands = [*tensors(node.args), *tensors(node.kwargs.values())]
-    numbers = [] if name in _MAKERS else _numbers(flow, node)
+    numbers = [] if name in _RANGES else _numbers(flow, node)
     states = [flow.state(value) for value in operands]
     if any(_has_mixed(state) for state in states):
         return Mixed()
-    belongs_to_all = [value for value in operands if isinstance(flow.state(value), (Reduced, Total))] + numbers
+    if any(isinstance(flow.state(number), Mixed) for number in numbers):
+        if not any(number in flow.sizes_of_parts for number in numbers):
+            return Mixed()  # recorded where the number was taken
+        return flow.couple(node, "it uses a number that the data decides, or that is no multiple of the batch size")
+    if any(operand in flow.tainted for operand in node.all_input_nodes):
+        flow.tainted.add(node)
+    belongs_to_all = [value for value in (*operands, *numbers) if isinstance(flow.state(value), (Reduced, Total))]
     if belongs_to_all and not any(isinstance(state, (*PerRow, Offsets)) for state in states):
         return _of_whole_batch(flow, node, name, operands, numbers)
     for value in belongs_to_all:
@@ -219,19 +206,33 @@ def _numbers(flow: Flow, node: Node) -> list[Node]:
     return [
         value
         for name, value in bound(node).items()
-        if isinstance(value, Node) and isinstance(flow.state(value), Total) and kinds[name] in ("Tensor", "number")
+        if isinstance(value, Node)
+        and not isinstance(value.meta.get("val"), (Tensor, tuple, list))
+        and not isinstance(flow.state(value), Free)
+        and kinds[name] in ("Tensor", "number")
     ]
 
 
 def _visit_number(flow: Flow, node: Node) -> State:
     """A size, or arithmetic on sizes. It belongs to the whole batch where the batch size is in it."""
     value = node.meta.get("val")
+    sized = str(node.target).startswith("aten.sym_")
+    for operand in [] if sized else node.all_input_nodes:
+        state = flow.state(operand)
+        if isinstance(state, (*PerRow, Reduced, Offsets)):
+            return flow.couple(node, "a value computed from the samples becomes a Python number")
+        if isinstance(state, Mixed):
+            if operand in flow.sizes_of_parts:
+                flow.sizes_of_parts.add(node)
+            return Mixed()
+    if is_symbolic(value) and is_data_dependent(value) and sized:
+        flow.sizes_of_parts.add(node)
+        return Mixed()  # fine as a size; a coupling where it is used as a value
     if not is_symbolic(value) or flow.sizes.symbol not in value.node.expr.free_symbols:  # type: ignore[union-attr]
         return Free()
-    if is_data_dependent(value):
-        return Mixed()
-    if str(node.target).startswith("aten.sym_"):
+    if sized:
         if flow.sizes.value(node) % flow.sizes.batch:
+            flow.sizes_of_parts.add(node)
             return Mixed()  # such as B + 1: the parts' sizes don't add up to the whole's
         return Total(sources=frozenset({node}))
     sources: set[Node] = set()
@@ -263,6 +264,7 @@ def _as_total(flow: Flow, node: Node, value: Node) -> frozenset[Node] | None:
     else:
         return None
     flow.total_uses[node, value] = sources
+    flow.tainted.add(node)
     return sources
 
 

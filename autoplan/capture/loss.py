@@ -35,11 +35,12 @@ class Constant:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Site:
-    """A term where it stands in the graph."""
+    """A term where it stands in the graph. ``mask``: what selected the rows that a mean counts, if any."""
 
     term: LossTerm
     node: Node
     constant: Constant | None = None
+    mask: Node | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -136,7 +137,8 @@ def _reduction_site(flow: Flow, node: Node, coefficient: float) -> Site:
     weight: Literal["elements", "targets", "none"] = "none"
     if node in flow.means:
         weight = "targets" if short_name(node) in LOSSES and counts_targets(node) else "elements"
-    return Site(node=node, term=LossTerm(node=node.name, reduction=reduction, weight=weight, coefficient=coefficient))
+    term = LossTerm(node=node.name, reduction=reduction, weight=weight, coefficient=coefficient)
+    return Site(node=node, term=term, mask=flow.counted_by.get(node))
 
 
 def _constant_site(constant: Constant, coefficient: float) -> Site:

@@ -93,6 +93,7 @@ def test_stacked_losses_share_their_mean() -> None:
         lambda m, o, y, t: (o * t).sum() * (1 / t.sum()),
         lambda m, o, y, t: (o * (t / t.sum())).sum(),
         lambda m, o, y, t: o.sum() / o.shape[0],
+        lambda m, o, y, t: o.sum() / (o.shape[0] + 1),
         lambda m, o, y, t: o.sum() * (1 / o.shape[0]),
         lambda m, o, y, t: F.kl_div(o.log_softmax(-1), t, reduction="batchmean"),
     ],
@@ -169,8 +170,21 @@ def random_mask(m: Model, o: Tensor, y: Tensor, t: Tensor) -> Tensor:
     return (o * mask).sum() / mask.sum()
 
 
-def selected_mean(m: Model, o: Tensor, y: Tensor, t: Tensor) -> Tensor:
-    return o[y > 0].mean()
+def selected_by_the_model(m: Model, o: Tensor, y: Tensor, t: Tensor) -> Tensor:
+    return t[o > 0].mean()
+
+
+def nested_totals(m: Model, o: Tensor, y: Tensor, t: Tensor) -> Tensor:
+    shares = t / t.sum()
+    return (o * shares).sum() / shares.pow(2).sum()
+
+
+def as_a_python_number(m: Model, o: Tensor, y: Tensor, t: Tensor) -> Tensor:
+    return (o * t.sum().item()).mean()
+
+
+def how_many_were_selected(m: Model, o: Tensor, y: Tensor, t: Tensor) -> Tensor:
+    return o.sum() / y[y > 0].shape[0]
 
 
 def per_sample(m: Model, o: Tensor, y: Tensor, t: Tensor) -> Tensor:
@@ -180,7 +194,9 @@ def per_sample(m: Model, o: Tensor, y: Tensor, t: Tensor) -> Tensor:
 COUPLED = {
     product_of_means: "mul", exponential_of_a_mean: "exp", logarithm_of_a_mean: "log", root_of_a_mean: "sqrt",
     ratio_of_model_values: "div", dice: "div", deviation: "std", in_batch_softmax: "matmul", expert_balance: "mul",
-    hardest_sample: "max", targets_from_the_model: "cross_entropy_loss", random_mask: "div", selected_mean: "mean",
+    hardest_sample: "max", targets_from_the_model: "cross_entropy_loss", random_mask: "div",
+    selected_by_the_model: "mean",
+    nested_totals: "div", as_a_python_number: "item", how_many_were_selected: "div",
     per_sample: "linear",
 }  # fmt: skip
 

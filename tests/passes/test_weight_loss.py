@@ -115,8 +115,12 @@ FORMS: dict[str, Callable[[Model, Tensor, Tensor, Tensor, Tensor], Tensor]] = {
     "mean over dimensions": lambda m, o, y, t, k: o.pow(2).mean((0, 2)).sum(),
     "mean of means": lambda m, o, y, t, k: o.pow(2).sum((1, 2)).mean(),
     "sum over the batch size": lambda m, o, y, t, k: o.pow(2).sum() / o.shape[0],
+    "sum over one more": lambda m, o, y, t, k: o.pow(2).sum() / (o.shape[0] + 1),
     "masked mean": lambda m, o, y, t, k: masked_mean(o, k),
     "shares of a mask": weighted_by_hand,
+    "selected": lambda m, o, y, t, k: o[k > 0].pow(2).mean(),
+    "selected, twice": lambda m, o, y, t, k: (o - t)[y >= 0].abs().mean(),
+    "last token": lambda m, o, y, t, k: F.mse_loss(o[torch.arange(o.shape[0]), k.argmax(-1)], t[:, 0]),
     "regulariser": lambda m, o, y, t, k: 0.5 + entropy(o, y) + 0.01 * m.linear.weight.pow(2).sum(),
     "one minus": lambda m, o, y, t, k: 1 - F.cosine_similarity(o, t, dim=-1).mean(),
     "learnt scales": uncertainty,
@@ -157,7 +161,7 @@ def test_contributions_of_parts_add_up_to_the_whole(form: str, sizes: list[int],
     assert capture.couplings == ()
     pattern[0] = pattern[1] = True  # something counts, somewhere; where nothing does is a test of its own
     batch = batch_of(sizes, pattern)
-    batch["y"][0] = 0
+    batch["y"][0], batch["mask"][0] = 0, 1.0
     assert_same(run_whole(model, batch), run_in_parts(weighted, batch, sizes))
 
 
