@@ -21,11 +21,12 @@ from torch import Tensor
 from torch._guards import detect_fake_mode
 from torch.fx import GraphModule, Node
 
+from autoplan.capture.errors import node_line
 from autoplan.capture.shapes import MAX_BATCH, shape_at
 from autoplan.errors import AutoplanError
 from autoplan.passes import operators
 from autoplan.sharding.conversions import without_gradient
-from autoplan.sharding.operation import GraphFacts, Operation, Shape, module_path, tensors_of, where
+from autoplan.sharding.operation import GraphFacts, Operation, Shape, module_path, tensors_of
 from autoplan.sharding.placements import COPIED, PARTIAL, REPLICATE, Copied, Partial, Placement, Replicate, Shard
 from autoplan.sharding.registry import rule_of
 from autoplan.sharding.rules import RESULT, FactorRule, Option, Rule, absent
@@ -242,7 +243,7 @@ class _Linter:
             f"the split program would compute other numbers: `{node.name}` "
             f"({getattr(node.target, '__name__', node.target)}{f' of {path}' if path else ''}) "
             f"reads values placed {found or 'nowhere'}, and needs {wanted}",
-            where=where(beside) if beside is not None else node.name,
+            where=node_line(beside) if beside is not None else node.name,
             attempt="plan without the tensor axis (tensor=1), and report this graph",
         )
 

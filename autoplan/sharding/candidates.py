@@ -35,6 +35,10 @@ class Candidates:
 def candidates(facts: GraphFacts, nodes: Sequence[Node], marks: Marks) -> Candidates:
     """All options of ``nodes`` (one layer, in graph order)."""
     search = _Search(facts, nodes, marks)
+    if facts.degree == 1:
+        return Candidates(
+            {node: _whole(facts, node)[:1] for node in nodes}, dict.fromkeys(search.parameters, (REPLICATE,))
+        )
     search.run()
     partial: dict[Node, bool] = {}
     options: dict[Node, tuple[Option, ...]] = {}

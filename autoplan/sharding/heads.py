@@ -7,8 +7,9 @@ from collections.abc import Iterable
 
 from torch.fx import Node
 
+from autoplan.capture.errors import node_line
 from autoplan.errors import StrategyError
-from autoplan.sharding.operation import GraphFacts, module_path, operator_key, where
+from autoplan.sharding.operation import GraphFacts, module_path, operator_key
 
 _PRODUCTS = ("matmul", "bmm", "baddbmm", "einsum")
 
@@ -37,7 +38,7 @@ def check_heads(facts: GraphFacts, nodes: Iterable[Node]) -> None:
             raise StrategyError(
                 f"tensor degree {facts.degree} does not divide the {heads} attention heads of "
                 f"{module_path(node) or node.name}",
-                where=where(node),
+                where=node_line(node),
                 legal=f"tensor degrees that divide the heads: {legal}",
                 attempt=f"tensor={max(d for d in range(1, common + 1) if common % d == 0 and d <= facts.degree)}",
             )

@@ -82,16 +82,6 @@ def tensors_of(value: Any) -> tuple[Tensor, ...]:
     return ()
 
 
-def where(node: Node) -> str:
-    """The user's file and line that made ``node``, or the module path where the trace does not say."""
-    trace = node.meta.get("stack_trace") or ""
-    lines = [line.strip() for line in trace.splitlines() if line.strip().startswith('File "')]
-    if lines:
-        path, line, *_ = (part.strip() for part in lines[-1].removeprefix("File ").split(","))
-        return f"{path.strip(chr(34))}:{line.removeprefix('line ')}"
-    return module_path(node) or node.name
-
-
 def module_path(node: Node) -> str:
     """The user's module that ``node`` was traced in, "" outside of any."""
     stack = node.meta.get("nn_module_stack") or {}

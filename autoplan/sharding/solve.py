@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 from torch.fx import Node
 
+from autoplan.capture.errors import node_line
 from autoplan.capture.types import Capture
 from autoplan.cluster import Cluster
 from autoplan.errors import StrategyError
@@ -24,7 +25,7 @@ from autoplan.sharding.heads import check_heads
 from autoplan.sharding.layer_view import LayerView
 from autoplan.sharding.local import local_kind
 from autoplan.sharding.model import PairwiseModel
-from autoplan.sharding.operation import GraphFacts, module_path, where
+from autoplan.sharding.operation import GraphFacts, module_path
 from autoplan.sharding.placements import REPLICATE, Placement
 from autoplan.sharding.pricing import Pricing, price_on
 from autoplan.sharding.problem import Problem, build_problem
@@ -266,5 +267,5 @@ def _whole(view: LayerView, node: Node) -> Whole:
         node=node.name,
         bytes_per_sample=view.bytes_of(node)[0],
         module_path=module_path(node),
-        source=where(node),
+        source=node_line(node),
     )

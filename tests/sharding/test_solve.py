@@ -120,6 +120,13 @@ def test_an_odd_vocabulary_is_not_split() -> None:
     assert sharding.parameters["head.weight"] != Shard(0)
 
 
+def test_one_rank_splits_nothing() -> None:
+    _, layers = built("nano_gpt")
+    sharding = _solved("nano_gpt", 1)
+    assert [entry.kind for entry in sharding.kinds] == list(layers.kinds)
+    assert set(sharding.parameters.values()) == {Replicate()}
+
+
 def test_heads_must_divide() -> None:
     captured, layers = built("tiny_llama")
     with pytest.raises(StrategyError) as caught:
