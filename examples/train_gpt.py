@@ -25,8 +25,8 @@ import autoplan
 VOCABULARY = 256  # bytes
 CONTEXT = 64
 BATCH = 32
-LEARNING_RATE = 5e-3
-STEPS = 200
+LEARNING_RATE = 1e-3
+STEPS = 120
 
 
 class Block(nn.Module):
@@ -36,7 +36,7 @@ class Block(nn.Module):
         super().__init__()
         self.heads = heads
         self.norm_1 = nn.LayerNorm(width)
-        self.attention = nn.Linear(width, 3 * width)
+        self.attention = nn.Linear(width, 3 * width, bias=False)
         self.attention_out = nn.Linear(width, width)
         self.norm_2 = nn.LayerNorm(width)
         self.up = nn.Linear(width, 4 * width)
