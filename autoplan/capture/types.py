@@ -34,7 +34,7 @@ class LossTerm:
     (``mask.sum()``, the batch size); it is no summand itself (``coefficient`` 0), but is needed of the whole batch.
     ``weight`` says what a mean counts: "elements" of the operand, or "targets" that are not ``ignore_index``
     (with class weights: the sum of their weights); "node": of a total, the value of the node in each part.
-    ``coefficient``: the plain numbers that the term is multiplied by; tensors of the model among the factors count as 1.
+    ``coefficient``: the plain numbers that the term is multiplied by; tensors of the model among them count as 1.
     """
 
     node: str
