@@ -26,10 +26,11 @@ def _why(problem: Problem, evaluation: Evaluation, by_name: dict[str, FamilyBest
         return f"Forced: {forced}; the rest is planned: {strategy.describe()}"
     one = by_name.get("one GPU")
     memory = gib(problem.cluster.device.memory_bytes)
-    if one is not None and one.evaluation is not None:
-        return f"The model fits one card ({gib(one.evaluation.peak_bytes)} of {memory}), {_fits_one(strategy)}"
+    alone = evaluation if strategy.gpus == 1 else one.evaluation if one is not None else None
+    if alone is not None:
+        return f"The model fits one card of {memory}, {_fits_one(strategy)}"
     short = f"{gib(one.shortfall.short_bytes)} short" if one is not None and one.shortfall else "too large"
-    if _needs_tensor(by_name):
+    if strategy.tensor > 1 and _needs_tensor(by_name):
         return (
             f"The model does not fit one card ({short}), and no split by layers or sharded state fits, so matrices are "
             f"split: {strategy.describe()}"
@@ -43,6 +44,8 @@ def _fits_one(strategy: Strategy) -> str:
         return "and more GPUs would not be faster: nothing is split"
     if strategy.axes == ("data",):
         return f"so only the batch is split: {strategy.describe()}"
+    if strategy.axes == ("data", "zero"):
+        return f"so only the batch is split, and sharing the optimizer's work is faster: {strategy.describe()}"
     return f"but the batch alone is split too slowly, so more is: {strategy.describe()}"
 
 

@@ -1,6 +1,7 @@
 """Best-first search over the candidates, with proof.
 
-Candidates are opened in the order of their lower bounds; opening one solves its stage split exactly. Once the next
+Candidates are opened in the order of their lower bounds; opening one solves its stage split exactly (by the dynamic
+program; the MILP confirms the fastest and the chosen). Once the next
 bound passes the best value found, no candidate that is left can be better: the list of bounds is the certificate. Then
 the least parallelism within :data:`TOLERANCE` of the best is looked for, in the order of :func:`preference`.
 """
@@ -81,7 +82,7 @@ class Engine:
     solver: SolverName | None = field(default_factory=default_solver)
     deadline: float = math.inf
     _fits: dict[int, bool] = field(default_factory=dict, init=False)
-    _solved: set[int] = field(default_factory=set, init=False)
+    _known: dict[int, tuple[float, Decision | None]] = field(default_factory=dict, init=False)
     _bounds: LowerBounds | None = field(default=None, init=False)
 
     @property
@@ -106,22 +107,28 @@ class Engine:
 
     def run(self, tolerance: float = TOLERANCE) -> Found | None:
         """The search; None where nothing fits."""
-        best, floor, proven = self._fastest()
+        best, floor, proven = self._fastest(tolerance)
         if best is None:
             return None
         chosen = self._least_parallel(best, tolerance) if tolerance else best
-        return Found(chosen=chosen, best=best, lower_bound_s=floor, proven=proven, counts=self._counts())
+        return Found(
+            chosen=self._confirm(chosen),
+            best=self._confirm(best),
+            lower_bound_s=floor,
+            proven=proven,
+            counts=self._counts(),
+        )
 
-    def _fastest(self) -> tuple[Decision | None, float, bool]:
+    def _fastest(self, tolerance: float) -> tuple[Decision | None, float, bool]:
         best: Decision | None = None
-        order = self.order()
-        for index in order:
+        for index in self.order():
             bound = float(self.bounds.step_s[index])
             if best is not None and bound >= best.value_s:
                 break
             if best is not None and time.monotonic() > self.deadline:
                 return best, min(bound, best.value_s), False
-            found = self.open(index, cutoff_s=best.value_s if best else math.inf)
+            # Up to the tolerance above the best, so that the answer serves the search for less parallelism too.
+            found = self.open(index, cutoff_s=best.value_s * (1 + tolerance) if best else math.inf)
             if found is not None and (best is None or found.value_s < best.value_s):
                 best = found
         return best, best.value_s if best else math.inf, best is not None
@@ -133,10 +140,9 @@ class Engine:
             for index in group:
                 if time.monotonic() > self.deadline:
                     return best
-                cutoff = found.value_s if found else limit
-                if self.bounds.step_s[index] > cutoff:
+                if self.bounds.step_s[index] > (found.value_s if found else limit):
                     continue
-                better = self.open(index, cutoff_s=cutoff)
+                better = self.open(index, cutoff_s=limit)
                 if better is not None and (found is None or better.value_s < found.value_s):
                     found = better
             if found is not None:
@@ -157,34 +163,45 @@ class Engine:
             yield groups[key]
 
     def open(self, index: int, *, cutoff_s: float) -> Decision | None:
-        """The best split of one candidate if it costs at most ``cutoff_s``; counted as solved."""
+        """The best split of one candidate by the dynamic program, if it costs at most ``cutoff_s``; remembered."""
         if not self.fits(index):
             return None
-        self._solved.add(index)
-        return self._solve(index, cutoff_s, self.solver)
+        known = self._known.get(index)
+        if known is None or (known[1] is None and known[0] < cutoff_s):
+            strategy = self.space.candidates.strategy(index)
+            known = cutoff_s, _decision(strategy, solve_strategy(self.space, strategy, cutoff_s=cutoff_s))
+            self._known[index] = known
+        decision = known[1]
+        return decision if decision is not None and decision.value_s <= cutoff_s else None
 
-    def compare(self, index: int, *, cutoff_s: float) -> Decision | None:
-        """As :meth:`open`, by the dynamic program and not counted: for the families that lost."""
-        return self._solve(index, cutoff_s, None) if self.fits(index) else None
-
-    def _solve(self, index: int, cutoff_s: float, solver: SolverName | None) -> Decision | None:
-        strategy = self.space.candidates.strategy(index)
-        solution = solve_strategy(self.space, strategy, cutoff_s=cutoff_s, solver=solver)
-        if solution is None or solution.split is None:
-            return None
-        split = solution.split
-        return Decision(strategy=strategy, cuts=split.cuts, value_s=split.value_s, proven_by=solution.proven_by)
+    def _confirm(self, decision: Decision) -> Decision:
+        """The same decision proven by the MILP, or by what proved it where there is no solver or nothing to solve."""
+        if self.solver is None or decision.proven_by != "dynamic program":
+            return decision
+        # A hair above, so that the value itself is not cut off.
+        solution = solve_strategy(
+            self.space, decision.strategy, cutoff_s=decision.value_s * (1 + 1e-9), solver=self.solver
+        )
+        confirmed = _decision(decision.strategy, solution)
+        return confirmed if confirmed is not None and confirmed.value_s <= decision.value_s else decision
 
     def _counts(self) -> Counts:
         considered = len(self.space.candidates)
         memory = int(np.sum(self.bounds.short_bytes > 0)) + sum(not fits for fits in self._fits.values())
-        solved = len(self._solved)
+        solved = len(self._known)
         return Counts(
             considered=considered,
             pruned_by_memory=memory,
             pruned_by_bound=considered - memory - solved,
             solved=solved,
         )
+
+
+def _decision(strategy: Strategy, solution: Solution | None) -> Decision | None:
+    if solution is None or solution.split is None:
+        return None
+    split = solution.split
+    return Decision(strategy=strategy, cuts=split.cuts, value_s=split.value_s, proven_by=solution.proven_by)
 
 
 def solve_strategy(

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from autoplan import schedules
@@ -19,6 +20,10 @@ from autoplan.search.pricing import KindCosts
 from autoplan.search.space import Space
 from autoplan.search.tables import Tables
 
+# Forwards and backwards of all stages that are simulated for a plan that lost, and the micro-batches at the end of a
+# shorter simulation that show what each takes.
+MOST_ACTIONS = 8_000
+_LAST = 16
 _PEAK_OF = {"mxfp8": "fp8", "nvfp4": "fp4"}
 
 
@@ -89,8 +94,14 @@ class Evaluation:
         return max(stage.peak_bytes for stage in self.stages)
 
 
-def evaluate_decision(space: Space, strategy: Strategy, cuts: tuple[int, ...]) -> Evaluation:
-    """Price ``strategy`` with stages at ``cuts``, with the least recompute that fits."""
+StepTime = Callable[[Strategy, tuple[StageCosts, ...], tuple[float, ...]], float]
+
+
+def evaluate_decision(
+    space: Space, strategy: Strategy, cuts: tuple[int, ...], *, step_s: StepTime | None = None
+) -> Evaluation:
+    """Price ``strategy`` with stages at ``cuts``, with the least recompute that fits; ``step_s`` times the step
+    (:func:`whole_step_s` unless given)."""
     tables = space.tables(strategy)
     spans = itertools.pairwise(cuts)
     stages = tuple(
@@ -98,22 +109,46 @@ def evaluate_decision(space: Space, strategy: Strategy, cuts: tuple[int, ...]) -
         for stage, (first, end) in enumerate(spans)
     )
     sends = tuple(float(tables.send_s(boundary)[cuts[boundary + 1]]) for boundary in range(strategy.pipeline - 1))
-    actions = schedules.all_actions(strategy.schedule, stages=strategy.pipeline, micro_batches=strategy.micro_batches)
-    timeline = schedule.simulate(
-        actions,
-        forward_s=[stage.forward_s for stage in stages],
-        backward_s=[stage.backward_s for stage in stages],
-        send_s=sends,
-        tail_s=[stage.tail_s for stage in stages],
-    )
+    taken_s = (step_s or whole_step_s)(strategy, stages, sends)
+    busy = sum(strategy.micro_batches * stage.period_s + stage.tail_s for stage in stages)
     return Evaluation(
         strategy=strategy,
         stages=stages,
         sends_s=sends,
         objective_s=closed_form_s(strategy, stages, sends),
-        step_s=timeline.step_s,
-        bubble_fraction=timeline.bubble_fraction,
+        step_s=taken_s,
+        bubble_fraction=max(0.0, 1 - busy / (len(stages) * taken_s)) if taken_s else 0.0,
     )
+
+
+def simulated_s(
+    strategy: Strategy, stages: tuple[StageCosts, ...], sends: tuple[float, ...], micro_batches: int
+) -> float:
+    """The simulated step with ``micro_batches``."""
+    actions = schedules.all_actions(strategy.schedule, stages=len(stages), micro_batches=micro_batches)
+    return schedule.simulate(
+        actions,
+        forward_s=[stage.forward_s for stage in stages],
+        backward_s=[stage.backward_s for stage in stages],
+        send_s=sends,
+        tail_s=[stage.tail_s for stage in stages],
+    ).step_s
+
+
+def whole_step_s(strategy: Strategy, stages: tuple[StageCosts, ...], sends: tuple[float, ...]) -> float:
+    """The step, simulated to the last action: for the plan that is chosen."""
+    return simulated_s(strategy, stages, sends, strategy.micro_batches)
+
+
+def brief_step_s(strategy: Strategy, stages: tuple[StageCosts, ...], sends: tuple[float, ...]) -> float:
+    """The step of a plan that lost, within half a percent or so: past :data:`MOST_ACTIONS` a shorter step is simulated,
+    and each micro-batch that is left out takes what one takes at its end."""
+    total, span = strategy.micro_batches, len(stages)
+    few = span + 2 * _LAST
+    if 2 * span * total <= MOST_ACTIONS or few >= total:
+        return simulated_s(strategy, stages, sends, total)
+    long, short = (simulated_s(strategy, stages, sends, count) for count in (few, few - _LAST))
+    return long + (total - few) * (long - short) / _LAST
 
 
 def closed_form_s(strategy: Strategy, stages: tuple[StageCosts, ...], sends_s: tuple[float, ...]) -> float:

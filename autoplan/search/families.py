@@ -9,7 +9,7 @@ import numpy as np
 
 from autoplan.plan import Alternative, Strategy
 from autoplan.search.engine import Decision, Engine
-from autoplan.search.evaluate import Evaluation, evaluate_decision, time_terms
+from autoplan.search.evaluate import Evaluation, brief_step_s, evaluate_decision, time_terms
 from autoplan.search.shortfall import Shortfall, nearest
 
 GIB = 2**30
@@ -47,9 +47,10 @@ def family_of(strategy: Strategy) -> str:
     raise ValueError(f"no family for {strategy}")
 
 
-def best_of_families(engine: Engine) -> tuple[FamilyBest, ...]:
-    """One entry for every family that has candidates."""
-    return tuple(best for name, axes, sharded in FAMILIES if (best := _best(engine, name, axes, sharded)) is not None)
+def best_of_families(engine: Engine, *, but: str = "") -> tuple[FamilyBest, ...]:
+    """One entry for every family that has candidates, leaving out the one called ``but``."""
+    listed = (_best(engine, name, axes, sharded) for name, axes, sharded in FAMILIES if name != but)
+    return tuple(best for best in listed if best is not None)
 
 
 def _best(engine: Engine, name: str, axes: tuple[str, ...], sharded: bool | None) -> FamilyBest | None:
@@ -64,7 +65,7 @@ def _best(engine: Engine, name: str, axes: tuple[str, ...], sharded: bool | None
     decision = _fastest(engine, chosen)
     if decision is None:
         return FamilyBest(family=name, evaluation=None, shortfall=nearest(engine, chosen))
-    evaluation = evaluate_decision(engine.space, decision.strategy, decision.cuts)
+    evaluation = evaluate_decision(engine.space, decision.strategy, decision.cuts, step_s=brief_step_s)
     return FamilyBest(family=name, evaluation=evaluation, shortfall=None)
 
 
@@ -78,7 +79,7 @@ def _fastest(engine: Engine, chosen: np.ndarray) -> Decision | None:
         if not engine.fits(index):
             continue
         solved += 1
-        found = engine.compare(index, cutoff_s=best.value_s if best else math.inf)
+        found = engine.open(index, cutoff_s=best.value_s if best else math.inf)
         if found is not None and (best is None or found.value_s < best.value_s):
             best = found
     return best

@@ -11,7 +11,7 @@ from autoplan.search.axes import axes
 from autoplan.search.cases import case
 from autoplan.search.engine import TOLERANCE, Engine, Found
 from autoplan.search.evaluate import Evaluation, evaluate_decision, plan_stages, predicted
-from autoplan.search.families import alternatives, best_of_families
+from autoplan.search.families import alternatives, best_of_families, family_of
 from autoplan.search.infeasible import infeasible
 from autoplan.search.milp import default_solver
 from autoplan.search.problem import Problem
@@ -59,10 +59,11 @@ def _answer(problem: Problem, time_limit_s: float | None, solver: SolverName | s
 def _plan(engine: Engine, found: Found, evaluation: Evaluation) -> Plan:
     space = engine.space
     problem, strategy = space.problem, evaluation.strategy
-    free = engine
     if problem.forced:
         free = Engine(space=open_space(dataclasses.replace(problem, forced={})), solver=None)
-    families = best_of_families(free)
+        families = best_of_families(free)
+    else:
+        families = best_of_families(engine, but=family_of(strategy))
     return Plan(
         gpus=problem.cluster.gpus,
         gpus_used=strategy.gpus,
