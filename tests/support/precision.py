@@ -1,7 +1,8 @@
 """Float64 all the way.
 
-Models of transformers round to float32 on the way whatever their dtype: norms and rotary tables by ``.to(torch.float32)``,
-the loss's logits by ``.float()``. Sums in another order then differ by 1e-8, which hides what a test at 1e-10 is for.
+Models of transformers round to float32 on the way whatever their dtype: norms and rotary tables by
+``.to(torch.float32)``, the loss's logits by ``.float()``. Sums in another order then differ by 1e-8, which hides what
+a test at 1e-10 is for.
 """
 
 from __future__ import annotations
