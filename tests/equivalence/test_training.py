@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 import autoplan
 from tests.support import models
+from tests.support.precision import float64_throughout
 from tests.support.processes import run_ranks
 
 LEARNING_RATE = 1e-2
@@ -51,6 +52,13 @@ CASES = [
     for strategy, degrees in STRATEGIES.items()
     if not (model == "cnn" and degrees["tensor"] > 1)  # convolutions: pipeline and data only
 ]
+
+
+@pytest.fixture(autouse=True)
+def nothing_rounds_to_float32() -> Iterator[None]:
+    """transformers computes norms and the loss in float32 whatever the model's dtype; see the module used."""
+    with float64_throughout():
+        yield
 
 
 @dataclass(frozen=True)
