@@ -60,7 +60,7 @@ def _plan(engine: Engine, found: Found, evaluation: Evaluation) -> Plan:
     space = engine.space
     problem, strategy = space.problem, evaluation.strategy
     if problem.forced:
-        free = Engine(space=open_space(dataclasses.replace(problem, forced={})), solver=None)
+        free = Engine(space=open_space(dataclasses.replace(space.problem, forced={})), solver=None)
         families = best_of_families(free)
     else:
         families = best_of_families(engine, but=family_of(strategy))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 import math
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -112,6 +114,8 @@ class Space:
 def open_space(problem: Problem) -> Space:
     """Check the problem and price nothing yet; raises :class:`StrategyError`."""
     check(problem)
+    # Sharding a model is dear: asked for once a degree, by the checks and by problems made from this one too.
+    problem = dataclasses.replace(problem, tensor_kinds=functools.cache(problem.tensor_kinds))
     space = Space(problem=problem, forced=read_forced(problem))
     recipe(problem.precision, problem.optimizer)  # an unknown one is the user's mistake: say so before any work
     return space
