@@ -3,7 +3,8 @@
 Candidates are opened in the order of their lower bounds; opening one solves its stage split exactly (by the dynamic
 program; the MILP confirms the fastest and the chosen). Once the next
 bound passes the best value found, no candidate that is left can be better: the list of bounds is the certificate. Then
-the least parallelism within :data:`TOLERANCE` of the best is looked for, in the order of :func:`preference`.
+the least parallelism within :data:`TOLERANCE` of the best is looked for, in the order of :func:`preference`; sharded
+state gives way to the same degrees without it within :data:`SHARDING_TOLERANCE`.
 """
 
 from __future__ import annotations
@@ -24,6 +25,9 @@ from autoplan.search.split import Split
 from autoplan.search.tables import Tables
 
 TOLERANCE = 0.02
+# State that fits whole is sharded only where that gains more than the cost models can be wrong by (median error of
+# step times over families of runs: 2 to 9%); what fits one card gets plain data parallelism.
+SHARDING_TOLERANCE = 0.10
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -110,7 +114,7 @@ class Engine:
         best, floor, proven = self._fastest(tolerance)
         if best is None:
             return None
-        chosen = self._least_parallel(best, tolerance) if tolerance else best
+        chosen = self._unsharded(self._least_parallel(best, tolerance), best) if tolerance else best
         return Found(
             chosen=self._confirm(chosen),
             best=self._confirm(best),
@@ -148,6 +152,22 @@ class Engine:
             if found is not None:
                 return found
         return best
+
+    def _unsharded(self, chosen: Decision, best: Decision) -> Decision:
+        """The same degrees with whole state on every rank, where that is not much slower than ``best``."""
+        if chosen.strategy.zero_stage == 0:
+            return chosen
+        degrees = _degrees(chosen.strategy)
+        limit = best.value_s * (1 + SHARDING_TOLERANCE)
+        found: Decision | None = None
+        for index in self.order():
+            cutoff = found.value_s if found else limit
+            if self.bounds.step_s[index] > cutoff or time.monotonic() > self.deadline:
+                break
+            strategy = self.space.candidates.strategy(index)
+            if strategy.zero_stage == 0 and _degrees(strategy) == degrees:
+                found = self.open(index, cutoff_s=cutoff) or found
+        return found or chosen
 
     def _preferred_to(self, strategy: Strategy, limit_s: float) -> Iterator[list[int]]:
         """Candidates under the limit that are less parallel than ``strategy``, grouped by preference, least first."""
@@ -195,6 +215,10 @@ class Engine:
             pruned_by_bound=considered - memory - solved,
             solved=solved,
         )
+
+
+def _degrees(strategy: Strategy) -> tuple[int, int, int]:
+    return strategy.data, strategy.pipeline, strategy.tensor
 
 
 def _decision(strategy: Strategy, solution: Solution | None) -> Decision | None:

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from autoplan.plan import Plan, Strategy
 from autoplan.search import predict, search
-from autoplan.search.engine import TOLERANCE, preference, solve_strategy
+from autoplan.search.engine import SHARDING_TOLERANCE, TOLERANCE, preference, solve_strategy
 from autoplan.search.problem import Problem
 from autoplan.search.space import open_space
 from tests.support.layer_graphs import GIB, Dense, cluster, problem
@@ -64,13 +64,33 @@ def test_search_equals_trying_every_candidate(question: Problem) -> None:
     best = min(everything.values())
     assert plan.certificate.status == "optimal"
     assert plan.certificate.best_s == pytest.approx(best, rel=1e-9)
-    assert everything[plan.strategy] <= best * (1 + TOLERANCE) * (1 + 1e-9)
-    # Nothing less parallel is within 2% of the best; of what is equally parallel it is the fastest.
-    for strategy, value in everything.items():
-        if value <= best * (1 + TOLERANCE) * (1 - 1e-9):
-            assert preference(strategy) >= preference(plan.strategy)
-            if preference(strategy) == preference(plan.strategy):
-                assert value >= everything[plan.strategy] * (1 - 1e-9)
+    assert any(
+        preference(plan.strategy) == preference(strategy)
+        and everything[plan.strategy] == pytest.approx(everything[strategy], rel=1e-9)
+        for strategy in expected(everything, best)
+    )
+
+
+def expected(everything: dict[Strategy, float], best: float) -> list[Strategy]:
+    """The rules by hand: the least parallel within 2%, then whole state at the same degrees if that costs under 10%.
+
+    More than one where values stand on the very edge of a tolerance.
+    """
+    answers = []
+    for edge in (1 - 1e-9, 1 + 1e-9):
+        near = [s for s, value in everything.items() if value <= best * (1 + TOLERANCE) * edge]
+        least = min(near or [min(everything, key=everything.__getitem__)], key=lambda s: (preference(s), everything[s]))
+        whole = [
+            s
+            for s, value in everything.items()
+            if degrees(s) == degrees(least) and s.zero_stage == 0 and value <= best * (1 + SHARDING_TOLERANCE) * edge
+        ]
+        answers.append(min(whole, key=everything.__getitem__) if least.zero_stage and whole else least)
+    return answers
+
+
+def degrees(strategy: Strategy) -> tuple[int, int, int]:
+    return strategy.data, strategy.pipeline, strategy.tensor
 
 
 @settings(max_examples=10, deadline=None)
@@ -102,7 +122,7 @@ SMALL = [Dense(elements=5_000_000)] * 8  # 40 M parameters: 0.6 GiB of state
 
 
 def test_fits_one_card_data_parallel() -> None:
-    plan = search(problem(SMALL, cluster(8), zero_stages=(0,)))
+    plan = search(problem(SMALL, cluster(8)))
     assert plan.strategy.axes == ("data",) and plan.strategy.data == 8
     assert "fits one card" in plan.case and "only the batch is split" in plan.case
     check_consistent(plan)
