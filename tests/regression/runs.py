@@ -25,7 +25,7 @@ from autoplan.cost_models.compute import (
     recompute_s,
 )
 from autoplan.cost_models.data_parallel import DataParallelTime, data_parallel_time
-from autoplan.cost_models.memory import count_elements, recipe, stage_memory
+from autoplan.cost_models.memory import count_elements, recipe
 from autoplan.cost_models.schedule import simulate
 from autoplan.cost_models.software import (
     COMPILED,
@@ -151,7 +151,7 @@ def _cluster(row: dict[str, str]) -> Cluster:
 
 def predict_step_s(run: Run) -> float:
     """Seconds of one optimizer step."""
-    stages = _stages(run)
+    stages = split_stages(run)
     times = [_stage_time(run, kinds) for kinds in stages]
     shares = [_data_time(run, kinds, time) for kinds, time in zip(stages, times, strict=True)]
     tails = [share.step_s + _optimizer_s(run, kinds) for share, kinds in zip(shares, stages, strict=True)]
@@ -193,7 +193,7 @@ def _interleaved_s(run: Run, times: list[OperatorTime], sends: list[float]) -> f
     return m * max(totals) + (sum(totals) - max(totals)) / v + exposed
 
 
-def _stages(run: Run) -> list[list[LayerKind]]:
+def split_stages(run: Run) -> list[list[LayerKind]]:
     """The layers of each stage: blocks as even as they go, the embedding first and the head last."""
     pipeline, layers = run.strategy.pipeline, run.shape.layers
     middle = block(run.shape)
@@ -271,46 +271,3 @@ def _optimizer_s(run: Run, kinds: list[LayerKind]) -> float:
     table = 2.0 * run.shape.vocab * run.shape.hidden / run.strategy.tensor
     distance = (run.strategy.pipeline - 1) * run.strategy.data * run.strategy.tensor
     return step + all_reduce_s(run.cluster, Group(size=2, stride=distance), table)
-
-
-def predict_memory(run: Run) -> dict[str, float]:
-    """Bytes by term on the fullest stage."""
-    # torchtitan is FSDP2: fp32 shards, gathered as bf16.
-    recipes = {"bloom_grid": {"bf16": "bf16-deepspeed", "fp16": "fp16"}, "torchtitan": {}}
-    precision = recipes[run.source].get(run.shape.dtype, "fp32")
-    peaks = [_stage_memory(run, kinds, stage, precision) for stage, kinds in enumerate(_stages(run))]
-    return max(peaks, key=lambda terms: sum(terms.values()))
-
-
-def _stage_memory(run: Run, kinds: list[LayerKind], stage: int, precision: str) -> dict[str, float]:
-    policies = [run.recompute if len(kind.operators) > 5 else "none" for kind in kinds]
-    window = 0.0
-    if run.recompute == "every second product":
-        thinned = [_thinned(kind) if policy != "none" else kind for kind, policy in zip(kinds, policies, strict=True)]
-        samples = run.strategy.micro_batch_size
-        window = max((a.saved_bytes - b.saved_bytes) * samples for a, b in zip(kinds, thinned, strict=True))
-        kinds, policies = thinned, ["none"] * len(kinds)
-    terms = stage_memory(
-        kinds,
-        strategy=run.strategy,
-        stage=stage,
-        recipe=recipe(precision),
-        device=run.cluster.device,
-        recompute=policies,
-    )
-    terms["recompute_window"] += window
-    if run.source == "bloom_grid":
-        # DeepSpeed's ZeRO-1: a reduce and a gather bucket of 5e8 16-bit elements, and its shard of gradients in fp32.
-        terms["communication_buffers"] += 2 * 5e8 * 2.0
-        terms["gradients"] += 4.0 * count_elements(kinds).total / run.strategy.data
-    return terms
-
-
-def _thinned(kind: LayerKind) -> LayerKind:
-    """What torchtitan's per-operator policy keeps of a layer: its input, attention, and every second product."""
-    shares = {"gemm": 0.5, "attention": 1.0}
-    operators = [
-        dataclasses.replace(op, saved_bytes=op.saved_bytes * shares.get(op.kind, 0.0)) for op in kind.operators
-    ]
-    operators[-1] = dataclasses.replace(operators[-1], saved_bytes=kind.input_bytes)
-    return dataclasses.replace(kind, operators=tuple(operators))
