@@ -88,7 +88,7 @@ def write(directory: Path, text: str) -> Path:
 def test_a_cluster_file_overrides_links_and_device(tmp_path: Path) -> None:
     path = write(
         tmp_path,
-        'nodes = 4\ngpus_per_node = 4\n'
+        "nodes = 4\ngpus_per_node = 4\n"
         '[device]\nbase = "A100-40GB"\nmemory_bytes = 30e9\npeak_flops = { bf16 = 200e12 }\n'
         '[inter]\nname = "RoCE"\ngbit_per_s = 100\n',
     )
