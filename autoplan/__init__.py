@@ -29,7 +29,8 @@ from autoplan.plan import Plan, Stage, Strategy
 from autoplan.api import compile, plan, predict  # isort: skip
 
 if TYPE_CHECKING:
-    from autoplan.runtime import Program, launch
+    from autoplan.runtime.launch import launch
+    from autoplan.runtime.program import Program
 
 __version__ = "0.1.0"
 
