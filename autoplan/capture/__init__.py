@@ -80,7 +80,7 @@ def capture(
         tied=_tied(tensors),
         loss_terms=loss_terms,
         couplings=couplings,
-        notes=(*traced.notes, *_meta_notes(model), *_data_dependent_notes(graph_module)),
+        notes=(*traced.notes, *_data_dependent_notes(graph_module)),
         constants=tuple((path, leaf) for path, leaf in batches.leaves(example_inputs) if not isinstance(leaf, Tensor)),
     )
 
@@ -160,19 +160,6 @@ def _tied(tensors: Mapping[str, Tensor]) -> tuple[tuple[str, ...], ...]:
         if isinstance(tensor, nn.Parameter):
             groups.setdefault(id(tensor), []).append(name)
     return tuple(tuple(group) for group in groups.values() if len(group) > 1)
-
-
-def _meta_notes(model: nn.Module) -> list[str]:
-    lost = [
-        f"{path}.{name}" if path else name
-        for path, module in model.named_modules()
-        for name in sorted(module._non_persistent_buffers_set)
-        if (buffer := module._buffers.get(name)) is not None and buffer.is_meta
-    ]
-    if not lost:
-        return []
-    shown = ", ".join(lost[:3]) + (f" and {len(lost) - 3} more" if len(lost) > 3 else "")
-    return [f"buffers on meta that no checkpoint holds ({shown}): planning needs no values, running does"]
 
 
 def _data_dependent_notes(graph_module: GraphModule) -> list[str]:
