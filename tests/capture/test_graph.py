@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint
 
 from autoplan.capture import batch_symbol, capture, gather_inputs, retarget, shape_at
 from tests.support.captures import line_of
-from tests.support.models import HIDDEN, batch_norm_cnn, mlp, nano_gpt, small_cnn, tiny_llama, tiny_t5, token_batch
+from tests.support.models import HIDDEN, batch_norm_cnn, mlp, nano_gpt, small_cnn, tiny_llama, tiny_t5
 
 aten = torch.ops.aten
 
