@@ -1,10 +1,12 @@
 """Peak memory of one GPU of a pipeline stage, by term.
 
-Two moments can be the peak, and the larger one's terms are the answer:
+Two moments of a step can be the peak, and the larger one's terms are the answer:
 
 - *backward* of the oldest micro-batch in steady state: states, saved activations of every micro-batch in flight
   (min(M, S - s) for 1F1B), the window that recomputing a layer opens, and what the widest operator moves;
 - *step*: states and the optimizer's temporaries, no activations.
+
+The moments around them (init, load, forward, save) and the host's memory: :mod:`autoplan.cost_models.timeline`.
 
 State by ZeRO stage over the data degree n (Rajbhandari et al. 2020, figure 1): 1 divides optimizer state and master
 weights, 2 gradients too, 3 weights too; what is gathered or not yet scattered is a window of its own. Recompute
@@ -15,7 +17,7 @@ Every term is bytes, all terms are always there (0 where they don't apply), and 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -27,9 +29,22 @@ from autoplan.plan import Strategy
 if TYPE_CHECKING:
     from autoplan.layers.types import LayerKind, Operator
 
-__all__ = ["Recipe", "recipe", "stage_memory", "layer_saved_bytes", "Elements", "count_elements"]
+__all__ = [
+    "Recipe",
+    "recipe",
+    "stage_memory",
+    "stage_parts",
+    "StageParts",
+    "measured_bytes",
+    "layer_saved_bytes",
+    "Elements",
+    "count_elements",
+]
 
 RECOMPUTE = ("none", "selective", "full")
+# How a peak is read: off the device as nvidia-smi does it (everything), or from torch's allocator: memory it holds
+# (torch.cuda.max_memory_reserved) or has handed out (max_memory_allocated). NCCL allocates outside of it.
+CONVENTIONS = ("nvidia-smi", "reserved", "allocated")
 # Rounding to 512 bytes and blocks that no later request fits. Reserved minus allocated at the peak was 3 to 6% of
 # what comes and goes in PyTorch's memory snapshots of transformer training; states are allocated once and don't count.
 ALLOCATOR_RESERVE = 0.05
@@ -43,28 +58,31 @@ BUCKET_BYTES = 50 * 2**20
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Elements:
-    """Parameter elements on one tensor rank: all, those that train, and of the largest layer."""
+    """Parameter elements on one tensor rank: all, those that train, of the largest layer, and the most that train in
+    one layer."""
 
     total: int
     trainable: int
     largest_layer: int
+    largest_trainable: int = 0
 
 
 def count_elements(kinds: Sequence[LayerKind]) -> Elements:
     """Elements of a stage's layers; parameters of one tied group are counted once."""
     seen: set[str] = set()
-    total = trainable = largest = 0
+    total = trainable = largest = largest_trainable = 0
     for kind in kinds:
-        layer = 0
+        layer = trains = 0
         for parameter in kind.parameters:
             if parameter.shared and parameter.shared in seen:
                 continue
             seen.add(parameter.shared)
             layer += parameter.elements
-            trainable += parameter.elements if parameter.trainable else 0
+            trains += parameter.elements if parameter.trainable else 0
         total += layer
-        largest = max(largest, layer)
-    return Elements(total=total, trainable=trainable, largest_layer=largest)
+        trainable += trains
+        largest, largest_trainable = max(largest, layer), max(largest_trainable, trains)
+    return Elements(total=total, trainable=trainable, largest_layer=largest, largest_trainable=largest_trainable)
 
 
 def layer_saved_bytes(kind: LayerKind, *, policy: str, samples: int) -> float:
@@ -90,20 +108,69 @@ def stage_memory(
     ``kinds_of_stage`` are the layers as one tensor rank holds them. ``shared_elements`` are parameters that the stage
     keeps a copy of beside its layers' own (a tied embedding on the last stage).
     """
-    elements = count_elements(kinds_of_stage)
-    extra = shared_elements
-    states = _states(elements, extra, strategy, recipe)
-    fixed = {
-        "communication_buffers": _communication_bytes(strategy),
-        "workspace": 0.0 if device.is_cpu else float(WORKSPACE_BYTES),
-        "context": device.context_bytes,
-    }
-    backward = _backward_terms(kinds_of_stage, strategy, stage, recompute)
-    backward |= _windows(elements, strategy, recipe)
-    step = {"optimizer_temporary": _step_temporary(elements, extra, strategy, recipe)}
+    parts = stage_parts(
+        kinds_of_stage,
+        strategy=strategy,
+        stage=stage,
+        recipe=recipe,
+        device=device,
+        recompute=recompute,
+        shared_elements=shared_elements,
+    )
+    backward, step = parts.backward, parts.step
     moment, other = (backward, step) if sum(backward.values()) >= sum(step.values()) else (step, backward)
-    reserve = 0.0 if device.is_cpu else ALLOCATOR_RESERVE * sum(moment.values())
-    return states | dict.fromkeys(other, 0.0) | moment | fixed | {"allocator_reserve": reserve}
+    return dict.fromkeys(other, 0.0) | parts.at(parts.states, moment)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StageParts:
+    """Bytes by term: what stays (``states``, ``fixed``) and what comes and goes in the backward and in the step.
+    ``reserve`` is the allocator's share of what comes and goes."""
+
+    states: dict[str, float]
+    fixed: dict[str, float]
+    backward: dict[str, float]
+    step: dict[str, float]
+    reserve: float
+
+    def at(self, states: Mapping[str, float], moment: Mapping[str, float]) -> dict[str, float]:
+        """All terms of one moment."""
+        reserve = self.reserve * sum(moment.values())
+        return {**states, **moment, **self.fixed, "allocator_reserve": reserve}
+
+
+def stage_parts(
+    kinds_of_stage: Sequence[LayerKind],
+    *,
+    strategy: Strategy,
+    stage: int,
+    recipe: Recipe,
+    device: Device,
+    recompute: Sequence[str],
+    shared_elements: int = 0,
+) -> StageParts:
+    """The terms that :func:`stage_memory` chooses from; same arguments."""
+    elements = count_elements(kinds_of_stage)
+    return StageParts(
+        states=_states(elements, shared_elements, strategy, recipe),
+        fixed={
+            "communication_buffers": _communication_bytes(strategy),
+            "workspace": 0.0 if device.is_cpu else float(WORKSPACE_BYTES),
+            "context": device.context_bytes,
+        },
+        backward=_backward_terms(kinds_of_stage, strategy, stage, recompute) | _windows(elements, strategy, recipe),
+        step={"optimizer_temporary": _step_temporary(elements, shared_elements, strategy, recipe)},
+        reserve=0.0 if device.is_cpu else ALLOCATOR_RESERVE,
+    )
+
+
+def measured_bytes(terms: Mapping[str, float], convention: str, *, strategy: Strategy) -> float:
+    """The part of a peak's ``terms`` that one of :data:`CONVENTIONS` shows, in bytes."""
+    total = sum(terms.values())
+    if convention == "nvidia-smi":
+        return total
+    total -= terms["context"] + _communicator_bytes(strategy)
+    return total - terms["allocator_reserve"] if convention == "allocated" else total
 
 
 def _states(elements: Elements, extra: int, strategy: Strategy, recipe: Recipe) -> dict[str, float]:
@@ -123,7 +190,7 @@ def _windows(elements: Elements, strategy: Strategy, recipe: Recipe) -> dict[str
     the gradients of the layer that just ran, before they are scattered."""
     zero = strategy.zero_stage if strategy.data > 1 else 0
     return {
-        "gradient_window": elements.largest_layer * recipe.gradients if zero >= 2 else 0.0,
+        "gradient_window": elements.largest_trainable * recipe.gradients if zero >= 2 else 0.0,
         "gather_window": 2 * elements.largest_layer * recipe.weights if zero >= 3 else 0.0,
     }
 
@@ -161,9 +228,13 @@ def _step_temporary(elements: Elements, extra: int, strategy: Strategy, recipe: 
 
 
 def _communication_bytes(strategy: Strategy) -> float:
-    axes = sum(degree > 1 for degree in (strategy.data, strategy.tensor, strategy.pipeline))
     buckets = BUCKET_BYTES if strategy.data > 1 else 0
-    return float(axes * COMMUNICATOR_BYTES + buckets)
+    return _communicator_bytes(strategy) + buckets
+
+
+def _communicator_bytes(strategy: Strategy) -> float:
+    axes = sum(degree > 1 for degree in (strategy.data, strategy.tensor, strategy.pipeline))
+    return float(axes * COMMUNICATOR_BYTES)
 
 
 def _scaled(op: Operator, bytes_: float, samples: int) -> float:

@@ -6,10 +6,13 @@ and gradients, fp32 master weights, two fp32 moments: 2 + 2 + 4 + 8 = 16 bytes.
 
 from __future__ import annotations
 
+import difflib
 from dataclasses import dataclass
 
 from autoplan.cost_models.precision import short_dtype
 from autoplan.errors import StrategyError
+
+__all__ = ["OPTIMIZERS", "Recipe", "recipe"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,40 +54,73 @@ _PRECISIONS = {
     "bf16-megatron": (2.0, 4.0, 4.0),
     "fp16-megatron": (2.0, 4.0, 4.0),
 }
-# optimizer -> (states a parameter, bytes of a state; 0 means the master's dtype)
+
+
+@dataclass(frozen=True, slots=True)
+class _Optimizer:
+    """States a parameter; bytes of one (0: the master's dtype); states that a step holds once more as temporaries."""
+
+    states: float
+    state_bytes: float = 0.0
+    temporary: float = 0.0
+
+
+# bitsandbytes: a byte an element and a float32 scale for each block of 256 (Dettmers et al. 2022, section 2.1).
+_EIGHT_BITS = 1 + 4 / 256
+# Adafactor (Shazeer and Stern 2018): float32 means of rows and columns. Two vectors a matrix are 8 / 1024 bytes an
+# element for a square one of 1024, and less for wider ones.
+_FACTORED = 8 / 1024
+# torch's foreach Adam holds the root of the second moment of all parameters at once, foreach Lion its update; fused
+# kernels and those that go parameter by parameter hold next to nothing.
 _OPTIMIZERS = {
-    "adamw": (2, 0.0),
-    "adam": (2, 0.0),
-    "adamw8bit": (2, 1.0),
-    "lion": (1, 0.0),
-    "momentum": (1, 0.0),
-    "sgd": (0, 0.0),
-    "adafactor": (0, 0.0),  # row and column means: two vectors a matrix
+    "adamw": _Optimizer(2, temporary=1),
+    "adam": _Optimizer(2, temporary=1),
+    "adamw-fused": _Optimizer(2),
+    "adam-fused": _Optimizer(2),
+    "adamw8bit": _Optimizer(2, _EIGHT_BITS),
+    "adam8bit": _Optimizer(2, _EIGHT_BITS),
+    "lion": _Optimizer(1, temporary=1),
+    "sgd": _Optimizer(0),
+    "sgd-momentum": _Optimizer(1),
+    "adafactor": _Optimizer(1, _FACTORED),
 }
+# Other spellings: class names of torch and bitsandbytes, in lower case.
+_ALIASES = {
+    "momentum": "sgd-momentum",
+    "adamw_8bit": "adamw8bit",
+    "adam_8bit": "adam8bit",
+    "fused-adamw": "adamw-fused",
+}
+OPTIMIZERS = tuple(_OPTIMIZERS)
 
 
 def recipe(precision: str, optimizer: str = "adamw") -> Recipe:
     """The recipe of ``precision`` with ``optimizer``; raises :class:`StrategyError` for unknown names.
 
     Precisions: fp64, fp32, bf16, fp16, fp8, mxfp8, nvfp4. ``-pure`` keeps no fp32 copy, ``-megatron`` accumulates
-    gradients in fp32, ``-deepspeed`` keeps fp32 gradients beside 16-bit ones.
+    gradients in fp32, ``-deepspeed`` keeps fp32 gradients beside 16-bit ones. Optimizers: :data:`OPTIMIZERS`.
     """
-    key, kind = short_dtype(precision.lower()), optimizer.lower()
+    key, kind = short_dtype(precision.lower()), _ALIASES.get(optimizer.lower(), optimizer.lower())
     if key not in _PRECISIONS:
         raise StrategyError(
             f"unknown precision: {precision!r}", legal=", ".join(_PRECISIONS), attempt="--precision bf16"
         )
     if kind not in _OPTIMIZERS:
-        raise StrategyError(f"unknown optimizer: {optimizer!r}", legal=", ".join(_OPTIMIZERS), attempt="adamw")
+        near = difflib.get_close_matches(kind, (*_OPTIMIZERS, *_ALIASES), n=1)
+        raise StrategyError(
+            f"unknown optimizer: {optimizer!r}",
+            legal=", ".join(_OPTIMIZERS),
+            attempt=f"did you mean {near[0]!r}?" if near else "the name whose states come nearest; adamw keeps two",
+        )
     weights, gradients, master = _PRECISIONS[key]
-    states, state_bytes = _OPTIMIZERS[kind]
+    chosen = _OPTIMIZERS[kind]
     full = master or weights
+    fused = key.endswith("-megatron")  # its optimizers are always fused
     return Recipe(
         name=f"{key} {kind}",
         weights=weights,
         gradients=gradients,
         master_weights=master,
-        optimizer_state=states * (state_bytes or full),
-        # torch's foreach Adam keeps the root of the second moment of all parameters at once; Megatron's is fused.
-        step_temporary=full if kind in ("adamw", "adam") and not key.endswith("-megatron") else 0.0,
+        optimizer_state=chosen.states * (chosen.state_bytes or full),
+        step_temporary=0.0 if fused else chosen.temporary * full,
     )

@@ -21,6 +21,9 @@ Sequence = Annotated[int | None, typer.Option("--seq", metavar="N", help="Tokens
 Precision = Annotated[
     str | None, typer.Option("--precision", metavar="NAME", help="fp32, bf16, fp16, fp8, mxfp8 or nvfp4.")
 ]
+Optimizer = Annotated[
+    str, typer.Option("--optimizer", metavar="NAME", help="adamw, adamw8bit, sgd, sgd-momentum, adafactor, lion, ...")
+]
 StrategyText = Annotated[
     list[str] | None,
     typer.Option("--strategy", metavar="K=V,...", help="Force parts of the answer: data=4,tensor=2,zero_stage=1."),

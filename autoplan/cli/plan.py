@@ -11,6 +11,7 @@ def plan(
     global_batch: options.GlobalBatch = None,
     seq: options.Sequence = None,
     precision: options.Precision = None,
+    optimizer: options.Optimizer = "adamw",
     strategy: options.StrategyText = None,
     output: options.Output = None,
     json: options.Json = False,
@@ -26,7 +27,13 @@ def plan(
         import autoplan
 
         return autoplan.plan(
-            model, gpus=gpus, global_batch=global_batch, seq=seq, precision=precision, strategy=forced or None
+            model,
+            gpus=gpus,
+            global_batch=global_batch,
+            seq=seq,
+            precision=precision,
+            optimizer=optimizer,
+            strategy=forced or None,
         )
 
     answer.give(decide, what=f"Planning {model} for {gpus}", output=output, json=json)

@@ -19,6 +19,7 @@ def predict(
     global_batch: options.GlobalBatch = None,
     seq: options.Sequence = None,
     precision: options.Precision = None,
+    optimizer: options.Optimizer = "adamw",
     output: options.Output = None,
     json: options.Json = False,
 ) -> None:
@@ -35,7 +36,13 @@ def predict(
         import autoplan
 
         return autoplan.predict(
-            model, gpus=gpus, global_batch=global_batch, seq=seq, precision=precision, strategy=wanted
+            model,
+            gpus=gpus,
+            global_batch=global_batch,
+            seq=seq,
+            precision=precision,
+            optimizer=optimizer,
+            strategy=wanted,
         )
 
     answer.give(decide, what=f"Predicting {model} on {gpus}", output=output, json=json)

@@ -9,7 +9,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from autoplan.cluster import Cluster
-from autoplan.cost_models.memory import ALLOCATOR_RESERVE, count_elements, layer_saved_bytes, recipe, stage_memory
+from autoplan.cost_models.memory import (
+    ALLOCATOR_RESERVE,
+    COMMUNICATOR_BYTES,
+    count_elements,
+    layer_saved_bytes,
+    measured_bytes,
+    recipe,
+    stage_memory,
+)
+from autoplan.cost_models.timeline import MOMENTS, host_load_bytes, memory_timeline
 from autoplan.errors import StrategyError
 from autoplan.layers.types import LayerKind, Operator, Parameter
 from autoplan.plan import Strategy
@@ -50,7 +59,6 @@ def test_sixteen_bytes_a_parameter() -> None:
     assert recipe("fp32").total == 16
     assert recipe("bf16-pure").total == 8
     assert recipe("bf16-megatron").total == 18
-    assert recipe("bf16", "sgd").total == 8
     assert recipe("torch.bfloat16") == recipe("bf16")
 
 
@@ -143,3 +151,82 @@ def test_terms_are_never_negative_and_grow_with_the_work(
 def test_unknown_recipes_are_refused(precision: str, optimizer: str) -> None:
     with pytest.raises(StrategyError, match="unknown"):
         recipe(precision, optimizer)
+
+
+@pytest.mark.parametrize(
+    ("precision", "optimizer", "state", "temporary"),
+    [
+        ("bf16", "adamw", 8, 4),  # two fp32 moments; foreach holds the root of the second
+        ("bf16", "adamw-fused", 8, 0),
+        ("bf16-megatron", "adamw", 8, 0),  # always fused
+        ("bf16-pure", "adamw", 4, 2),  # everything in 16 bits
+        ("fp32", "sgd", 0, 0),
+        ("fp32", "sgd-momentum", 4, 0),
+        ("fp32", "momentum", 4, 0),
+        ("bf16", "lion", 4, 4),
+        ("bf16", "adamw8bit", 2 * (1 + 4 / 256), 0),  # a byte each and an fp32 scale a block of 256
+        ("bf16", "adafactor", 8 / 1024, 0),  # two fp32 vectors for a matrix of 1024 x 1024
+    ],
+)
+def test_what_an_optimizer_keeps(precision: str, optimizer: str, state: float, temporary: float) -> None:
+    found = recipe(precision, optimizer)
+    assert (found.optimizer_state, found.step_temporary) == (state, temporary)
+
+
+def test_a_misspelt_optimizer_is_told_its_neighbour() -> None:
+    with pytest.raises(StrategyError, match="did you mean 'adafactor'"):
+        recipe("bf16", "adafacter")
+
+
+def test_adapters_train_in_little_but_keep_activations() -> None:
+    adapter = Parameter(role="adapter", elements=1000, element_bytes=2)
+    frozen = dataclasses.replace(LAYER.parameters[0], trainable=False)
+    tuned = dataclasses.replace(LAYER, parameters=(frozen, adapter))
+    strategy = Strategy(data=8, zero_stage=2)
+    found = stage_memory(
+        [tuned] * 2, strategy=strategy, stage=0, recipe=recipe("bf16"), device=DEVICE, recompute=["none"] * 2
+    )
+    assert found["weights"] == 2 * 2 * 1_001_000
+    assert found["gradients"] == 2 * 2 * 1000 / 8
+    assert found["gradient_window"] == 2 * 1000  # only what trains has a gradient to scatter
+    assert found["master_weights"] + found["optimizer_state"] == 12 * 2 * 1000 / 8
+    assert found["saved_activations"] == terms(strategy, layers=2)["saved_activations"]
+
+
+def test_three_ways_to_read_a_peak() -> None:
+    strategy = Strategy(data=2, tensor=4)
+    found = terms(strategy)
+    whole = sum(found.values())
+    assert measured_bytes(found, "nvidia-smi", strategy=strategy) == whole
+    held = whole - found["context"] - 2 * COMMUNICATOR_BYTES  # NCCL allocates beside torch, once an axis
+    assert measured_bytes(found, "reserved", strategy=strategy) == pytest.approx(held)
+    assert measured_bytes(found, "allocated", strategy=strategy) == pytest.approx(held - found["allocator_reserve"])
+
+
+@pytest.mark.parametrize(
+    ("micro_batch_size", "moment"), [(1, "step"), (64, "backward")], ids=["many parameters", "many activations"]
+)
+def test_the_timeline_names_its_peak(micro_batch_size: int, moment: str) -> None:
+    wide = dataclasses.replace(LAYER, parameters=(Parameter(role="w", elements=10**8, element_bytes=2),))
+    keywords: dict = {
+        "strategy": Strategy(micro_batch_size=micro_batch_size),
+        "stage": 0,
+        "recipe": recipe("bf16"),
+        "device": DEVICE,
+        "recompute": ["none"] * 4,
+    }
+    found = memory_timeline([wide] * 4, **keywords)
+    assert tuple(found.moments) == MOMENTS
+    assert found.peak_moment == moment
+    assert found.peak_bytes == pytest.approx(sum(stage_memory([wide] * 4, **keywords).values()))
+    assert found.moments["load"]["load_window"] == 2e8
+    assert found.host_bytes == host_load_bytes(4e8, element_bytes=2, processes=1) == 8e8
+
+
+def test_frozen_weights_peak_where_they_work() -> None:
+    still = dataclasses.replace(LAYER, parameters=(dataclasses.replace(LAYER.parameters[0], trainable=False),))
+    found = memory_timeline(
+        [still], strategy=Strategy(), stage=0, recipe=recipe("bf16"), device=DEVICE, recompute=["full"]
+    )
+    assert found.peak_moment == "backward"
+    assert "optimizer_state" not in found.moments["load"]

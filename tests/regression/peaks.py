@@ -1,7 +1,7 @@
 """What the memory model says of a published run: the stages of its pipeline, priced by the conventions of its source.
 
-torchtitan (FSDP2, fp32 shards gathered as bf16) is read from the allocator as *reserved*, BLOOM's grid (DeepSpeed's
-ZeRO-1 pipeline engine) from *nvidia-smi*, context included.
+torchtitan (FSDP2, fp32 shards gathered as bf16) reads what the allocator holds (*reserved*), BLOOM's grid (DeepSpeed's
+ZeRO-1 pipeline engine) *nvidia-smi*, context included.
 
 The logits decide many of these peaks. For each logit, at the moment of the loss's backward:
 
@@ -17,7 +17,7 @@ from __future__ import annotations
 import dataclasses
 import re
 
-from autoplan.cost_models.memory import count_elements, recipe, stage_memory
+from autoplan.cost_models.memory import count_elements, measured_bytes, recipe, stage_memory
 from autoplan.cost_models.software import COMPILED, COMPILED_ASYNC_TENSOR
 from autoplan.layers.types import LayerKind, Operator
 from tests.regression.runs import Run, read_rows, split_stages
@@ -27,6 +27,12 @@ COMPILED_LOSS_SINCE = "202502"
 # loss -> bytes a logit: (kept for the backward, moved by it)
 LOSSES = {"eager": (4.0, 8.0), "parallel": (4.0, 12.0), "compiled": (2.0, 2.0)}
 _ROWS = {row["id"]: row for row in read_rows("measurements")}
+CONVENTIONS = {"torchtitan": "reserved", "bloom_grid": "nvidia-smi"}
+
+
+def predict_peak_bytes(run: Run) -> float:
+    """The peak as the source of ``run`` reads it."""
+    return measured_bytes(predict_memory(run), CONVENTIONS[run.source], strategy=run.strategy)
 
 
 def predict_memory(run: Run) -> dict[str, float]:

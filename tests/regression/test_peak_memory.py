@@ -10,7 +10,7 @@ import pytest
 
 from autoplan.cost_models.memory import layer_saved_bytes
 from autoplan.cost_models.recipes import recipe
-from tests.regression.peaks import predict_memory
+from tests.regression.peaks import predict_memory, predict_peak_bytes
 from tests.regression.runs import DATA, Run, read_out_of_memory, read_rows, read_runs
 from tests.regression.transformer import Shape, block
 
@@ -76,7 +76,7 @@ def test_peaks_by_source(capsys: pytest.CaptureFixture[str]) -> None:
     errors: dict[str, list[tuple[float, str]]] = defaultdict(list)
     for run in read_runs():
         if run.peak_memory_gb is not None and run.source in ("torchtitan", "bloom_grid"):
-            predicted = sum(predict_memory(run).values()) / 1e9
+            predicted = predict_peak_bytes(run) / 1e9
             errors[run.source].append((predicted / run.peak_memory_gb - 1, run.id))
     lines = []
     for source, pairs in errors.items():
