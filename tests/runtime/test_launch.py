@@ -146,12 +146,12 @@ def test_a_rank_does_not_launch(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 UNDER_TORCHRUN = """
-import torch, torch.distributed as dist
+import sys, torch, torch.distributed as dist
 from autoplan.runtime import ensure_process_group
 world = ensure_process_group("cpu")
 total = torch.ones(1)
 dist.all_reduce(total)
-print("total", world, int(total))
+sys.stdout.write(f"total {world} {int(total)}\\n")  # one write, which another rank's cannot cut in two
 """
 
 
