@@ -140,11 +140,11 @@ class Predicted:
 class Certificate:
     """Proof of the search: ``status`` is "optimal" only when it was proven, else "feasible".
 
-    The search minimises the closed form of the step time, and the schedule simulator then times the plan that was
-    chosen. In the closed form, ``objective_s`` is the chosen plan's, ``best_s`` the fastest plan's (the chosen one
-    may take up to 2% more where it is less parallel), ``lower_bound_s`` what no candidate goes below, and ``gap`` the
-    part of ``best_s`` that is not proven. Where the simulated step is shorter than the bound, the bound is given as
-    that step.
+    The search minimises the closed form of the step time, and the schedule simulator then ranks the ``confirmed``
+    candidates that come near the least. In the closed form, ``objective_s`` is the chosen plan's, ``best_s`` the
+    least, ``objective_bound_s`` what no candidate goes below, and ``gap`` the part of ``best_s`` that is not proven.
+    In the simulator, no candidate's step is shorter than ``lower_bound_s``, whatever its stages, and the chosen plan's
+    is at most ``simulated_gap`` of itself longer (2% of that may be the price of less parallelism).
     """
 
     __pydantic_config__: ClassVar[ConfigDict] = _STRICT
@@ -159,6 +159,9 @@ class Certificate:
     solver: str
     objective_s: float = 0.0
     best_s: float = 0.0
+    objective_bound_s: float = 0.0
+    simulated_gap: float = 0.0
+    confirmed: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -72,13 +72,15 @@ def proof(plan: Plan) -> list[str]:
     )
     if proven.status == "optimal":
         how = _PROOFS.get(proven.solver, f"(proven by {proven.solver})")
-        verdict = f"No candidate takes less than {seconds(proven.lower_bound_s)} {how}."
+        objective_s = proven.objective_bound_s or proven.lower_bound_s
+        verdict = f"In closed form no candidate takes less than {seconds(objective_s)} {how}."
     else:
         verdict = (
-            f"Not proven: some candidate might take {seconds(proven.lower_bound_s)}, {percent(proven.gap)} less than "
-            "the best that was found."
+            f"Not proven: some candidate might take {seconds(proven.objective_bound_s or proven.lower_bound_s)}, "
+            f"{percent(proven.gap)} less than the best that was found."
         )
-    lines += paragraph(f"{listed} {verdict} {_compromise(plan)}".strip())
+    sentences = (listed, verdict, _compromise(plan), _simulated(plan))
+    lines += paragraph(" ".join(sentence for sentence in sentences if sentence))
     return lines
 
 
@@ -87,8 +89,21 @@ def _compromise(plan: Plan) -> str:
     if not proven.best_s or proven.objective_s <= proven.best_s * (1 + 1e-9):
         return ""
     return (
-        f"The plan takes {percent(proven.objective_s / proven.best_s - 1)} more than the fastest, "
-        f"{seconds(proven.best_s)}, and is less parallel: within 2% less parallelism wins."
+        f"The plan takes {percent(proven.objective_s / proven.best_s - 1)} more than that: within 2% of the shortest "
+        "simulated step, less parallelism wins."
+    )
+
+
+def _simulated(plan: Plan) -> str:
+    proven = plan.certificate
+    if not proven.confirmed:
+        return ""
+    nearest = f"the {proven.confirmed} nearest" if proven.confirmed > 1 else "the nearest"
+    if proven.simulated_gap <= 1e-9:
+        return f"The schedule simulator timed {nearest}: no candidate's step is shorter than the plan's."
+    return (
+        f"The schedule simulator timed {nearest}: no candidate's step is shorter than {seconds(proven.lower_bound_s)}, "
+        f"{percent(proven.simulated_gap)} less than the plan's."
     )
 
 

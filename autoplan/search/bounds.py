@@ -9,6 +9,8 @@ with P the periods of all layers plus the sends between S stages and what sharde
 never take longer than the sum of transfers: latency counts once a piece). Memory. Some GPU holds at least the average
 of what all hold with the least activations kept, one micro-batch in flight; and some GPU holds each layer.
 
+The simulated step has a bound of its own (:mod:`autoplan.search.simulated`).
+
 :func:`fits_greedily` is sharper, one candidate at a time: stages filled to the brim from the front reach furthest.
 """
 
@@ -22,6 +24,7 @@ from numpy.typing import NDArray
 from autoplan.cost_models import communication
 from autoplan.plan import Strategy
 from autoplan.search.degrees import Candidates
+from autoplan.search.simulated import simulated_bound_s
 from autoplan.search.space import Space
 from autoplan.search.tables import MARGIN, Tables
 
@@ -30,36 +33,53 @@ Floats = NDArray[np.float64]
 
 @dataclass(frozen=True, slots=True)
 class LowerBounds:
-    """One entry a candidate: seconds of a step, and bytes above the memory of a GPU (negative: free)."""
+    """One entry a candidate: seconds of a step in closed form, bytes above the memory of a GPU (negative: free), and
+    seconds of a simulated step."""
 
     step_s: Floats
     short_bytes: Floats
+    simulated_s: Floats
 
 
 def lower_bounds(space: Space, candidates: Candidates) -> LowerBounds:
     """Bounds of all ``candidates``, priced once for each value that differs."""
     rows = len(candidates)
     period, longest = np.zeros(rows), np.zeros(rows)
-    exposed, tail, short = np.zeros(rows), np.zeros(rows), np.zeros(rows)
+    sends, forward, backward = np.zeros(rows), np.zeros(rows), np.zeros(rows)
+    tail, first_tail, short = np.zeros(rows), np.zeros(rows), np.zeros(rows)
+    forward_share, backward_share = np.zeros(rows), np.zeros(rows)
     for where, strategy in _alike(candidates, ("tensor", "micro_batch_size")):
         chain = space.chain(strategy.tensor, strategy.micro_batch_size)
         period[where] = chain.period[-1]
         longest[where] = np.diff(chain.period).max()
+        forward_share[where], backward_share[where] = chain.shares
     for where, strategy in _alike(candidates, ("tensor", "micro_batch_size", "data", "pipeline")):
-        period[where] += 2 * (strategy.pipeline - 1) * _least_send_s(space, strategy)
+        sends[where] = 2 * (strategy.pipeline - 1) * _least_send_s(space, strategy)
     for where, strategy in _alike(candidates, ("tensor", "data", "pipeline", "zero_stage")):
-        exposed[where], tail[where] = _data_axis(space, strategy)
+        forward[where], backward[where], tail[where], first_tail[where] = _data_axis(space, strategy)
     capacity = space.problem.cluster.device.memory_bytes * (1 - MARGIN)
     for where, strategy in _alike(candidates, ("tensor", "micro_batch_size", "data", "zero_stage", "staged")):
         share, alone = least_bytes(space, strategy)
         fixed = space.states(strategy).fixed_bytes
         short[where] = fixed + np.maximum(share / candidates.pipeline[where], alone) - capacity
-    whole = period + exposed
+    exposed = forward + backward
+    simulated = simulated_bound_s(
+        schedule=candidates.schedule,
+        stages=candidates.pipeline,
+        micro_batches=candidates.micro_batches,
+        period_s=period + exposed,
+        longest_s=longest,
+        sends_s=sends,
+        # Sharded weights are gathered once forward and at least once backward; gradients are all backward.
+        forward_share=np.where(forward > 0, np.maximum(forward_share, 0.5), forward_share),
+        backward_share=np.where(exposed > 0, 1.0, backward_share),
+    )
+    whole = period + sends + exposed
     bottleneck = np.maximum(whole / candidates.pipeline, longest)
     if candidates.schedule == "gpipe":  # its sends only lengthen the pipeline
         bottleneck = longest
     step = (candidates.micro_batches - 1) * bottleneck + whole + tail
-    return LowerBounds(step, short)
+    return LowerBounds(step, short, simulated + np.where(candidates.pipeline > 1, first_tail, tail))
 
 
 def _alike(candidates: Candidates, columns: tuple[str, ...]) -> list[tuple[NDArray[np.int64], Strategy]]:
@@ -82,13 +102,17 @@ def _least_send_s(space: Space, strategy: Strategy) -> float:
     return communication.send_s(space.problem.cluster, float(cuts.min()), distance)
 
 
-def _data_axis(space: Space, strategy: Strategy) -> tuple[float, float]:
-    """Exposed seconds a micro-batch over all stages, and the tail of the stage that has the most."""
+def _data_axis(space: Space, strategy: Strategy) -> tuple[float, float, float, float]:
+    """Seconds that show in forward and in backward of a micro-batch over all stages, the tail of the stage that has the
+    most, and the tail of the first layer alone."""
     elements, trainable = space.totals(strategy.tensor)
     tables = space.tables(strategy)
     whole = tables.data_axis(elements, trainable, 1)
     part = tables.data_axis(elements / strategy.pipeline, trainable / strategy.pipeline, 1)
-    return whole.forward_s + whole.backward_s, part.step_s + tables.optimizer_s(trainable / strategy.pipeline)
+    first = tables.chain.costs[int(tables.chain.kinds[0])]
+    alone = tables.data_axis(first.elements, first.trainable, 1).step_s + tables.optimizer_s(first.trainable)
+    tail = part.step_s + tables.optimizer_s(trainable / strategy.pipeline)
+    return whole.forward_s, whole.backward_s, tail, alone
 
 
 def least_bytes(space: Space, strategy: Strategy) -> tuple[float, float]:

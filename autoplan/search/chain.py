@@ -61,6 +61,22 @@ class Chain:
         return self.prefix([c.period_s + c.extra_s[self.policies[0]] for c in self.costs])
 
     @cached_property
+    def forward(self) -> Floats:
+        """Prefix sums of forward seconds, collectives of the tensor axis included."""
+        return self.prefix([c.forward_s + c.tensor_forward_s for c in self.costs])
+
+    @cached_property
+    def shares(self) -> tuple[float, float]:
+        """The largest shares of a layer's period that its forward and its backward take under any policy."""
+        shares = [
+            ((c.forward_s + c.tensor_forward_s) / period, 1 - (c.forward_s + c.tensor_forward_s) / period)
+            for c in self.costs
+            for period in (c.period_s + c.extra_s[p] for p in self.policies)
+            if period > 0
+        ]
+        return max((f for f, _ in shares), default=1.0), max((b for _, b in shares), default=1.0)
+
+    @cached_property
     def saved(self) -> Floats:
         """Prefix sums of bytes a micro-batch under the first policy."""
         return self.prefix([c.saved_bytes[self.policies[0]] for c in self.costs])

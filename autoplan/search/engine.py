@@ -2,9 +2,11 @@
 
 Candidates are opened in the order of their lower bounds; opening one solves its stage split exactly (by the dynamic
 program; the MILP confirms the fastest and the chosen). Once the next
-bound passes the best value found, no candidate that is left can be better: the list of bounds is the certificate. Then
-the least parallelism within :data:`TOLERANCE` of the best is looked for, in the order of :func:`preference`; sharded
-state gives way to the same degrees without it within :data:`SHARDING_TOLERANCE`.
+bound passes the best value found, no candidate that is left can be better: the list of bounds is the certificate.
+
+That was the closed form. The schedule simulator then ranks the candidates that are within :data:`CONFIRMED` of it, and
+the least parallelism within :data:`TOLERANCE` of the shortest simulated step is looked for, in the order of
+:func:`preference`; sharded state gives way to the same degrees without it within :data:`SHARDING_TOLERANCE`.
 """
 
 from __future__ import annotations
@@ -23,8 +25,13 @@ from autoplan.search.solver import SolverName
 from autoplan.search.space import Space
 from autoplan.search.split import Split
 from autoplan.search.tables import Tables
+from autoplan.search.timing import StageTimes, brief_step_s
 
 TOLERANCE = 0.02
+# The closed form is within a few percent of the simulator where stages are nearly even: candidates that close to the
+# best are simulated, at most so many of them.
+CONFIRMED = 0.03
+MOST_CONFIRMED = 64
 # State that fits whole is sharded only where that gains more than the cost models can be wrong by (median error of
 # step times over families of runs: 2 to 9%); what fits one card gets plain data parallelism.
 SHARDING_TOLERANCE = 0.10
@@ -32,12 +39,18 @@ SHARDING_TOLERANCE = 0.10
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Decision:
-    """A candidate with its best split; ``value_s`` is the objective in closed form."""
+    """A candidate with its best split: ``value_s`` is the objective in closed form, ``simulated_s`` the step that the
+    simulator makes of it (a long step is extrapolated)."""
 
     strategy: Strategy
     cuts: tuple[int, ...]
     value_s: float
     proven_by: str
+    times: StageTimes
+
+    @property
+    def simulated_s(self) -> float:
+        return brief_step_s(self.times)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,13 +65,18 @@ class Counts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Found:
-    """``best`` is the fastest, ``chosen`` the least parallel within tolerance. ``lower_bound_s``: no candidate is
-    faster (in the objective's closed form); ``proven`` if that is ``best`` itself."""
+    """``best`` is the fastest in closed form, ``fastest`` in the simulator, ``chosen`` the least parallel within
+    tolerance of that. ``lower_bound_s``: no candidate's closed form is less; ``proven`` if that is ``best`` itself.
+    ``simulated_bound_s``: no candidate's simulated step is shorter, whatever its split. ``confirmed``: candidates that
+    were simulated."""
 
     chosen: Decision
     best: Decision
+    fastest: Decision
     lower_bound_s: float
+    simulated_bound_s: float
     proven: bool
+    confirmed: int
     counts: Counts
 
 
@@ -87,6 +105,7 @@ class Engine:
     deadline: float = math.inf
     _fits: dict[int, bool] = field(default_factory=dict, init=False)
     _known: dict[int, tuple[float, Decision | None]] = field(default_factory=dict, init=False)
+    _simulated: dict[Strategy, float] = field(default_factory=dict, init=False)
     _bounds: LowerBounds | None = field(default=None, init=False)
 
     @property
@@ -114,14 +133,45 @@ class Engine:
         best, floor, proven = self._fastest(tolerance)
         if best is None:
             return None
-        chosen = self._unsharded(self._least_parallel(best, tolerance), best) if tolerance else best
+        fastest = self._simulated_fastest(best)
+        chosen = fastest
+        if tolerance:
+            chosen = self._unsharded(self._least_parallel(best, fastest, tolerance), best)
         return Found(
             chosen=self._confirm(chosen),
             best=self._confirm(best),
+            fastest=fastest,
             lower_bound_s=floor,
+            simulated_bound_s=self._simulated_bound_s(self.step_s(fastest)),
             proven=proven,
+            confirmed=len(self._simulated),
             counts=self._counts(),
         )
+
+    def step_s(self, decision: Decision) -> float:
+        """The simulated step, remembered."""
+        if decision.strategy not in self._simulated:
+            self._simulated[decision.strategy] = decision.simulated_s
+        return self._simulated[decision.strategy]
+
+    def _simulated_fastest(self, best: Decision) -> Decision:
+        """The shortest simulated step among the candidates whose closed form is nearly the best."""
+        limit, fastest, opened = best.value_s * (1 + CONFIRMED), best, 0
+        for index in self.order():
+            if self.bounds.step_s[index] > limit or opened >= MOST_CONFIRMED or time.monotonic() > self.deadline:
+                break
+            if self.bounds.simulated_s[index] >= self.step_s(fastest):
+                continue
+            opened += 1
+            found = self.open(index, cutoff_s=limit)
+            if found is not None and self.step_s(found) < self.step_s(fastest):
+                fastest = found
+        return fastest
+
+    def _simulated_bound_s(self, fastest_s: float) -> float:
+        """No candidate that passes the memory bound can be simulated faster than this."""
+        passing = self.bounds.short_bytes <= 0
+        return min(fastest_s, float(np.min(self.bounds.simulated_s[passing], initial=math.inf)))
 
     def _fastest(self, tolerance: float) -> tuple[Decision | None, float, bool]:
         best: Decision | None = None
@@ -132,26 +182,27 @@ class Engine:
             if best is not None and time.monotonic() > self.deadline:
                 return best, min(bound, best.value_s), False
             # Up to the tolerance above the best, so that the answer serves the search for less parallelism too.
-            found = self.open(index, cutoff_s=best.value_s * (1 + tolerance) if best else math.inf)
+            found = self.open(index, cutoff_s=best.value_s * (1 + max(tolerance, CONFIRMED)) if best else math.inf)
             if found is not None and (best is None or found.value_s < best.value_s):
                 best = found
         return best, best.value_s if best else math.inf, best is not None
 
-    def _least_parallel(self, best: Decision, tolerance: float) -> Decision:
-        limit = best.value_s * (1 + tolerance)
-        for group in self._preferred_to(best.strategy, limit):
+    def _least_parallel(self, best: Decision, fastest: Decision, tolerance: float) -> Decision:
+        """The first group of :func:`preference` that has a step within ``tolerance`` of the shortest: its shortest."""
+        limit, limit_s = best.value_s * (1 + CONFIRMED), self.step_s(fastest) * (1 + tolerance)
+        for group in self._preferred_to(fastest.strategy, limit):
             found: Decision | None = None
             for index in group:
                 if time.monotonic() > self.deadline:
-                    return best
-                if self.bounds.step_s[index] > (found.value_s if found else limit):
+                    return fastest
+                if self.bounds.simulated_s[index] > (self.step_s(found) if found else limit_s):
                     continue
                 better = self.open(index, cutoff_s=limit)
-                if better is not None and (found is None or better.value_s < found.value_s):
+                if better is not None and self.step_s(better) < (self.step_s(found) if found else limit_s):
                     found = better
             if found is not None:
                 return found
-        return best
+        return fastest
 
     def _unsharded(self, chosen: Decision, best: Decision) -> Decision:
         """The same degrees with whole state on every rank, where that is not much slower than ``best``."""
@@ -189,7 +240,7 @@ class Engine:
         known = self._known.get(index)
         if known is None or (known[1] is None and known[0] < cutoff_s):
             strategy = self.space.candidates.strategy(index)
-            known = cutoff_s, _decision(strategy, solve_strategy(self.space, strategy, cutoff_s=cutoff_s))
+            known = cutoff_s, _decision(self.space, strategy, solve_strategy(self.space, strategy, cutoff_s=cutoff_s))
             self._known[index] = known
         decision = known[1]
         return decision if decision is not None and decision.value_s <= cutoff_s else None
@@ -202,7 +253,7 @@ class Engine:
         solution = solve_strategy(
             self.space, decision.strategy, cutoff_s=decision.value_s * (1 + 1e-9), solver=self.solver
         )
-        confirmed = _decision(decision.strategy, solution)
+        confirmed = _decision(self.space, decision.strategy, solution)
         return confirmed if confirmed is not None and confirmed.value_s <= decision.value_s else decision
 
     def _counts(self) -> Counts:
@@ -221,11 +272,17 @@ def _degrees(strategy: Strategy) -> tuple[int, int, int]:
     return strategy.data, strategy.pipeline, strategy.tensor
 
 
-def _decision(strategy: Strategy, solution: Solution | None) -> Decision | None:
+def _decision(space: Space, strategy: Strategy, solution: Solution | None) -> Decision | None:
     if solution is None or solution.split is None:
         return None
-    split = solution.split
-    return Decision(strategy=strategy, cuts=split.cuts, value_s=split.value_s, proven_by=solution.proven_by)
+    times = space.tables(strategy).of_split(solution.split.cuts).times()
+    return Decision(
+        strategy=strategy,
+        cuts=solution.split.cuts,
+        value_s=times.closed_form_s,
+        proven_by=solution.proven_by,
+        times=times,
+    )
 
 
 def solve_strategy(

@@ -7,11 +7,10 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from autoplan import schedules
-from autoplan.cost_models import communication, schedule
+from autoplan.cost_models import communication
 from autoplan.cost_models.data_parallel import DataParallelTime
 from autoplan.cost_models.memory import count_elements, stage_memory
 from autoplan.layers.types import LayerKind
@@ -19,11 +18,9 @@ from autoplan.plan import Predicted, Stage, Strategy
 from autoplan.search.pricing import KindCosts
 from autoplan.search.space import Space
 from autoplan.search.tables import Tables
+from autoplan.search.timing import StageTimes
+from autoplan.search.timing import step_s as whole_step_s
 
-# Forwards and backwards of all stages that are simulated for a plan that lost, and the micro-batches at the end of a
-# shorter simulation that show what each takes.
-MOST_ACTIONS = 8_000
-_LAST = 16
 _PEAK_OF = {"mxfp8": "fp8", "nvfp4": "fp4"}
 
 
@@ -94,69 +91,55 @@ class Evaluation:
         return max(stage.peak_bytes for stage in self.stages)
 
 
-StepTime = Callable[[Strategy, tuple[StageCosts, ...], tuple[float, ...]], float]
+StepTime = Callable[[StageTimes], float]
 
 
 def evaluate_decision(
-    space: Space, strategy: Strategy, cuts: tuple[int, ...], *, step_s: StepTime | None = None
+    space: Space, strategy: Strategy, cuts: tuple[int, ...], *, step_s: StepTime = whole_step_s
 ) -> Evaluation:
-    """Price ``strategy`` with stages at ``cuts``, with the least recompute that fits; ``step_s`` times the step
-    (:func:`whole_step_s` unless given)."""
-    tables = space.tables(strategy)
-    spans = itertools.pairwise(cuts)
+    """Price ``strategy`` with stages at ``cuts``, with the least recompute that fits; ``step_s`` times the step."""
+    tables = space.tables(strategy).of_split(cuts)
+    return evaluate_stages(tables, space, cuts, tables.split_policies(), step_s=step_s)
+
+
+def evaluate_stages(
+    tables: Tables,
+    space: Space,
+    cuts: tuple[int, ...],
+    policies: Sequence[tuple[str, ...]],
+    *,
+    step_s: StepTime = whole_step_s,
+) -> Evaluation:
+    """Price stages at ``cuts`` whose layers follow ``policies``, each stage's in turn."""
+    strategy = tables.strategy
     stages = tuple(
-        stage_costs(space, tables, stage, first, end, tables.policies(stage, first, end))
-        for stage, (first, end) in enumerate(spans)
+        stage_costs(space, tables, stage, first, end, policies[stage])
+        for stage, (first, end) in enumerate(itertools.pairwise(cuts))
     )
     sends = tuple(float(tables.send_s(boundary)[cuts[boundary + 1]]) for boundary in range(strategy.pipeline - 1))
-    taken_s = (step_s or whole_step_s)(strategy, stages, sends)
+    times = stage_times(strategy, stages, sends)
+    taken_s = step_s(times)
     busy = sum(strategy.micro_batches * stage.period_s + stage.tail_s for stage in stages)
     return Evaluation(
         strategy=strategy,
         stages=stages,
         sends_s=sends,
-        objective_s=closed_form_s(strategy, stages, sends),
+        objective_s=times.closed_form_s,
         step_s=taken_s,
         bubble_fraction=max(0.0, 1 - busy / (len(stages) * taken_s)) if taken_s else 0.0,
     )
 
 
-def simulated_s(
-    strategy: Strategy, stages: tuple[StageCosts, ...], sends: tuple[float, ...], micro_batches: int
-) -> float:
-    """The simulated step with ``micro_batches``."""
-    actions = schedules.all_actions(strategy.schedule, stages=len(stages), micro_batches=micro_batches)
-    return schedule.simulate(
-        actions,
-        forward_s=[stage.forward_s for stage in stages],
-        backward_s=[stage.backward_s for stage in stages],
-        send_s=sends,
-        tail_s=[stage.tail_s for stage in stages],
-    ).step_s
-
-
-def whole_step_s(strategy: Strategy, stages: tuple[StageCosts, ...], sends: tuple[float, ...]) -> float:
-    """The step, simulated to the last action: for the plan that is chosen."""
-    return simulated_s(strategy, stages, sends, strategy.micro_batches)
-
-
-def brief_step_s(strategy: Strategy, stages: tuple[StageCosts, ...], sends: tuple[float, ...]) -> float:
-    """The step of a plan that lost, within half a percent or so: past :data:`MOST_ACTIONS` a shorter step is simulated,
-    and each micro-batch that is left out takes what one takes at its end."""
-    total, span = strategy.micro_batches, len(stages)
-    few = span + 2 * _LAST
-    if 2 * span * total <= MOST_ACTIONS or few >= total:
-        return simulated_s(strategy, stages, sends, total)
-    long, short = (simulated_s(strategy, stages, sends, count) for count in (few, few - _LAST))
-    return long + (total - few) * (long - short) / _LAST
-
-
-def closed_form_s(strategy: Strategy, stages: tuple[StageCosts, ...], sends_s: tuple[float, ...]) -> float:
-    """(M - 1) max period + sum of periods + max tail, with sends as in :mod:`autoplan.search.tables`."""
-    around = [sum(sends_s[max(0, s - 1) : s + 1]) for s in range(len(stages))]
-    costs = [stage.period_s + sends for stage, sends in zip(stages, around, strict=True)]
-    periods = [stage.period_s for stage in stages] if strategy.schedule == "gpipe" else costs
-    return (strategy.micro_batches - 1) * max(periods) + sum(costs) + max(stage.tail_s for stage in stages)
+def stage_times(strategy: Strategy, stages: Sequence[StageCosts], sends_s: tuple[float, ...]) -> StageTimes:
+    """What the simulator asks of priced stages."""
+    return StageTimes(
+        schedule=strategy.schedule,
+        micro_batches=strategy.micro_batches,
+        forward_s=tuple(stage.forward_s for stage in stages),
+        backward_s=tuple(stage.backward_s for stage in stages),
+        send_s=sends_s,
+        tail_s=tuple(stage.tail_s for stage in stages),
+    )
 
 
 def stage_costs(
@@ -189,17 +172,8 @@ def stage_costs(
         tensor_forward_s=sum(c.tensor_forward_s for c in costs),
         tensor_backward_s=sum(c.tensor_backward_s for c in costs),
         data=tables.data_axis(elements.total, elements.trainable, end - first),
-        tied_s=_tied_s(tables, first, end),
+        tied_s=tables.tied_apart_s(first, end),
         optimizer_s=tables.optimizer_s(elements.trainable),
-    )
-
-
-def _tied_s(tables: Tables, first: int, end: int) -> float:
-    if tables.strategy.pipeline == 1:
-        return 0.0
-    held = [(group, sum(first <= layer < end for layer in group.layers)) for group in tables.chain.tied]
-    return sum(
-        tables.tied_s(group.elements) for group, count in held if group.trainable and 0 < count < len(group.layers)
     )
 
 

@@ -9,8 +9,9 @@ import numpy as np
 
 from autoplan.plan import Alternative, Strategy
 from autoplan.search.engine import Decision, Engine
-from autoplan.search.evaluate import Evaluation, brief_step_s, evaluate_decision, time_terms
+from autoplan.search.evaluate import Evaluation, evaluate_decision, time_terms
 from autoplan.search.shortfall import Shortfall, nearest
+from autoplan.search.timing import brief_step_s
 
 GIB = 2**30
 # Candidates of a family that are solved before the best of them stands for it.

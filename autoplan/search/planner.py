@@ -18,6 +18,8 @@ from autoplan.search.problem import Problem
 from autoplan.search.solver import SolverName
 from autoplan.search.space import open_space
 
+# Relative difference between the cost that was searched for and that of the final plan.
+MOST_APART = 1e-6
 _OVERLAP = "no communication is hidden behind compute: the runtime synchronises after the last backward"
 
 
@@ -52,8 +54,18 @@ def _answer(problem: Problem, time_limit_s: float | None, solver: SolverName | s
     if found is None:
         raise infeasible(engine)
     evaluation = evaluate_decision(engine.space, found.chosen.strategy, found.chosen.cuts)
+    _check_cost(found, evaluation)
     plan = _plan(engine, found, evaluation)
     return dataclasses.replace(plan, seconds={"search": round(time.perf_counter() - started, 3)})
+
+
+def _check_cost(found: Found, evaluation: Evaluation) -> None:
+    """What the search minimised is what the final plan costs, priced stage by stage without the search's tables."""
+    searched, priced = found.chosen.value_s, evaluation.objective_s
+    if abs(searched - priced) > MOST_APART * priced:
+        raise AssertionError(
+            f"the search put {evaluation.strategy.describe()} at {searched!r} s, and its plan costs {priced!r} s"
+        )
 
 
 def _plan(engine: Engine, found: Found, evaluation: Evaluation) -> Plan:
@@ -110,9 +122,10 @@ def _cluster(problem: Problem) -> ClusterSummary:
 
 def _certificate(found: Found, evaluation: Evaluation) -> Certificate:
     counts, best_s = found.counts, found.best.value_s
+    bound_s = min(found.simulated_bound_s, evaluation.step_s)
     return Certificate(
         status="optimal" if found.proven else "feasible",
-        lower_bound_s=min(found.lower_bound_s, evaluation.step_s),
+        lower_bound_s=bound_s,
         gap=0.0 if found.proven else (best_s - found.lower_bound_s) / best_s,
         considered=counts.considered,
         pruned_by_memory=counts.pruned_by_memory,
@@ -121,4 +134,7 @@ def _certificate(found: Found, evaluation: Evaluation) -> Certificate:
         solver=found.best.proven_by,
         objective_s=evaluation.objective_s,
         best_s=best_s,
+        objective_bound_s=found.lower_bound_s,
+        simulated_gap=1 - bound_s / evaluation.step_s if evaluation.step_s else 0.0,
+        confirmed=found.confirmed,
     )

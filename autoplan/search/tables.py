@@ -15,6 +15,7 @@ simulator's steady state). Under GPipe sends only lengthen the pipeline.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -32,6 +33,7 @@ from autoplan.plan import Strategy
 from autoplan.search.chain import Chain
 from autoplan.search.pricing import StateCosts, at_values
 from autoplan.search.split import SplitProblem, StageTable
+from autoplan.search.timing import StageTimes
 
 Floats = NDArray[np.float64]
 Integers = NDArray[np.int64]
@@ -42,7 +44,8 @@ MARGIN = 1e-6
 
 @dataclass(frozen=True, kw_only=True)
 class Tables:
-    """``period_limit_s``: spans with a longer period (before recompute) are left out. ``only``: a single span."""
+    """``period_limit_s``: spans with a longer period (before recompute) are left out. ``only``: the spans of one
+    split, and no others."""
 
     chain: Chain
     strategy: Strategy
@@ -50,7 +53,7 @@ class Tables:
     recipe: Recipe
     states: StateCosts
     period_limit_s: float = math.inf
-    only: tuple[int, int] | None = None
+    only: tuple[tuple[int, int], ...] | None = None
     _by_flight: dict[int, Floats] = field(default_factory=dict, init=False)
     _by_stage: dict[int, StageTable] = field(default_factory=dict, init=False)
 
@@ -81,6 +84,82 @@ class Tables:
         """(first, end) of the spans that are priced: one of each that are alike."""
         return self._alike[:2]
 
+    def of_split(self, cuts: tuple[int, ...]) -> Tables:
+        """The same strategy with no spans but those of one split, stage by stage."""
+        return dataclasses.replace(self, only=tuple(itertools.pairwise(cuts)))
+
+    @cached_property
+    def _split_extra(self) -> Floats:
+        """The least recompute seconds of each stage of the only split."""
+        flights = np.array([self.in_flight(stage) for stage in range(self.strategy.pipeline)])
+        return self._least_extra(self._alike[2], flights)
+
+    def times(self) -> StageTimes:
+        """What each stage of the only split takes, for the simulator."""
+        forward, backward, tails = [], [], []
+        for first, end, row, extra in zip(*self.spans, self._alike[2], self._split_extra, strict=True):
+            elements, trainable = float(self.elements[row]), float(self.trainable[row])
+            data = self.data_axis(elements, trainable, int(end - first))
+            ahead = float(self.chain.forward[end] - self.chain.forward[first])
+            forward.append(ahead + data.forward_s)
+            period = float(self.chain.period[end] - self.chain.period[first] + extra)
+            backward.append(period - ahead + data.backward_s)
+            tails.append(data.step_s + self.tied_apart_s(int(first), int(end)) + self.optimizer_s(trainable))
+        cuts = self.spans[0][1:]
+        return StageTimes(
+            schedule=self.strategy.schedule,
+            micro_batches=self.strategy.micro_batches,
+            forward_s=tuple(forward),
+            backward_s=tuple(backward),
+            send_s=tuple(float(self.send_s(boundary)[cut]) for boundary, cut in enumerate(cuts)),
+            tail_s=tuple(tails),
+        )
+
+    def policies(self, stage: int, first: int, end: int) -> tuple[str, ...]:
+        """The recompute policy of each layer of a span on ``stage``: the choice behind its least period."""
+        one = dataclasses.replace(self, only=((first, end),))
+        least_s = float(one.extra(self.in_flight(stage))[0])
+        return one._policies(stage, first, end, 0, least_s)
+
+    def split_policies(self) -> tuple[tuple[str, ...], ...]:
+        """The recompute policy of each layer of each stage of the only split: the choices behind the least periods."""
+        return tuple(
+            self._policies(stage, *span)
+            for stage, span in enumerate(zip(*self.spans, self._alike[2], self._split_extra, strict=True))
+        )
+
+    def _policies(self, stage: int, first: int, end: int, row: int, least_s: float) -> tuple[str, ...]:
+        chain = self.chain
+        answer = [chain.policies[0]] * int(end - first)
+        if least_s == 0.0 or not math.isfinite(least_s):
+            return tuple(answer)
+        counts = self._choice(int(first), int(end), float(self._moment_bytes[0][row]), self.in_flight(stage), least_s)
+        for offset in range(len(answer)):
+            mine = counts.get(int(chain.kinds[first + offset]), {})
+            policy = next((p for p in chain.policies[1:] if mine.get(p)), None)
+            if policy:
+                mine[policy] -= 1
+                answer[offset] = policy
+        return tuple(answer)
+
+    def _choice(self, first: int, end: int, room: float, in_flight: int, extra_s: float) -> dict[int, dict[str, int]]:
+        """For a span how many layers of each kind follow each policy to recompute for ``extra_s``."""
+        key = self.chain.key(first, end)
+        saved = float(self.chain.saved[end] - self.chain.saved[first])
+        for window in self.chain.windows:
+            deficit = saved - (room - window) / in_flight
+            found = self.chain.frontier(key, window)
+            if found.least_extra_s(deficit) == extra_s:
+                return found.counts(deficit)
+        raise ValueError(f"no choice of recompute takes {extra_s} s")
+
+    def tied_apart_s(self, first: int, end: int) -> float:
+        """Seconds to sum the gradients of tied parameters of which a span holds some and another stage the rest."""
+        if self.strategy.pipeline == 1:
+            return 0.0
+        held = [(group, sum(first <= layer < end for layer in group.layers)) for group in self.chain.tied]
+        return sum(self.tied_s(g.elements) for g, count in held if g.trainable and 0 < count < len(g.layers))
+
     def in_flight(self, stage: int) -> int:
         """Micro-batches whose activations ``stage`` holds."""
         return schedules.in_flight(
@@ -95,7 +174,8 @@ class Tables:
         """(first, end) of every span that may be a stage, by first and then end."""
         layers, stages = self.chain.layers, self.strategy.pipeline
         if self.only is not None:
-            return np.array([self.only[0]]), np.array([self.only[1]])
+            first, end = np.array(self.only, dtype=np.int64).reshape(-1, 2).T
+            return first, end
         if stages == 1:
             return np.array([0]), np.array([layers])
         period = self.chain.period
@@ -157,20 +237,22 @@ class Tables:
     def extra(self, in_flight: int) -> Floats:
         """For every row the least recompute seconds that fit; inf where nothing does."""
         if in_flight not in self._by_flight:
-            self._by_flight[in_flight] = self._least_extra(in_flight)
+            rows = np.arange(len(self.rows[0]))
+            self._by_flight[in_flight] = self._least_extra(rows, np.full(len(rows), in_flight))
         return self._by_flight[in_flight]
 
-    def _least_extra(self, in_flight: int) -> Floats:
-        first, end = self.rows
+    def _least_extra(self, rows: Integers, in_flight: Integers) -> Floats:
+        """The least recompute seconds of ``rows`` with as many micro-batches in flight."""
+        first, end = self.rows[0][rows], self.rows[1][rows]
         chain = self.chain
-        room, step = self._moment_bytes
+        room, step = (values[rows] for values in self._moment_bytes)
         saved = chain.saved[end] - chain.saved[first]
         extra = np.where(in_flight * saved + chain.first_window[first, end] <= room, step, math.inf)
         least = chain.least_saved[end] - chain.least_saved[first]
         for row in np.nonzero(~np.isfinite(extra) & np.isfinite(step) & (in_flight * least <= room))[0]:
             key = chain.key(int(first[row]), int(end[row]))
             for window in chain.windows:
-                deficit = float(saved[row]) - (float(room[row]) - window) / in_flight
+                deficit = float(saved[row]) - (float(room[row]) - window) / int(in_flight[row])
                 extra[row] = min(extra[row], chain.frontier(key, window).least_extra_s(deficit))
         return extra
 
@@ -195,35 +277,6 @@ class Tables:
         answer = np.full((self.chain.layers + 1, self.chain.layers + 1), math.inf)
         answer[where] = values
         return answer
-
-    def policies(self, stage: int, first: int, end: int) -> tuple[str, ...]:
-        """The recompute policy of each layer of a span on ``stage``: the choice behind its least period."""
-        one = dataclasses.replace(self, only=(first, end))
-        in_flight, chain = self.in_flight(stage), self.chain
-        least = float(one.extra(in_flight)[0])
-        answer = [chain.policies[0]] * (end - first)
-        if least == 0.0 or not math.isfinite(least):
-            return tuple(answer)
-        counts = one.choice(in_flight, least)
-        for offset in range(end - first):
-            mine = counts.get(int(chain.kinds[first + offset]), {})
-            policy = next((p for p in chain.policies[1:] if mine.get(p)), None)
-            if policy:
-                mine[policy] -= 1
-                answer[offset] = policy
-        return tuple(answer)
-
-    def choice(self, in_flight: int, extra_s: float) -> dict[int, dict[str, int]]:
-        """For the only span: how many layers of each kind follow each policy to recompute for ``extra_s``."""
-        (first,), (end,) = self.rows
-        key = self.chain.key(int(first), int(end))
-        saved = float(self.chain.saved[end] - self.chain.saved[first])
-        for window in self.chain.windows:
-            deficit = saved - (float(self._moment_bytes[0][0]) - window) / in_flight
-            found = self.chain.frontier(key, window)
-            if found.least_extra_s(deficit) == extra_s:
-                return found.counts(deficit)
-        raise ValueError(f"no choice of recompute takes {extra_s} s")
 
     def least_bytes(self, stage: int) -> Floats:
         """[L + 1, L + 1] bytes that a span needs on ``stage`` where every layer saves the most memory it can."""

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from autoplan.search.bounds import fits_greedily, lower_bounds
 from autoplan.search.engine import solve_strategy
+from autoplan.search.evaluate import evaluate_decision
 from autoplan.search.space import open_space
 from tests.support.layer_graphs import Dense, cluster, problem
 
@@ -55,4 +56,9 @@ def test_bounds_hold_on_random_candidates(
         assert bounds.step_s[index] <= value * (1 + 1e-9), strategy
         if value < math.inf:
             assert bounds.short_bytes[index] <= 0, strategy
+            assert solution is not None and solution.split is not None
+            cuts = (0, *sorted(random.sample(range(1, len(layers)), strategy.pipeline - 1)), len(layers))  # type: ignore[attr-defined]
+            for split in {solution.split.cuts, cuts}:
+                priced = evaluate_decision(space, strategy, split)
+                assert bounds.simulated_s[index] <= priced.step_s * (1 + 1e-9), (strategy, split)
             assert fits_greedily(space.tables(strategy)), strategy

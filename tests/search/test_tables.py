@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from autoplan.cost_models.memory import stage_memory
 from autoplan.plan import Strategy
 from autoplan.search.engine import solve_strategy
-from autoplan.search.evaluate import closed_form_s, evaluate_decision, stage_costs
+from autoplan.search.evaluate import evaluate_decision, stage_costs, stage_times
 from autoplan.search.space import Space, open_space
 from tests.support.layer_graphs import Dense, cluster, problem
 
@@ -113,7 +113,7 @@ def brute_force(space: Space, strategy: Strategy) -> float:
             continue
         stages = tuple(stage_costs(space, tables, s, i, j, tables.policies(s, i, j)) for s, (i, j) in spans)
         sends = tuple(float(tables.send_s(s)[cuts[s + 1]]) for s in range(strategy.pipeline - 1))
-        best = min(best, closed_form_s(strategy, stages, sends))
+        best = min(best, stage_times(strategy, stages, sends).closed_form_s)
     return best
 
 
