@@ -228,6 +228,29 @@ class GraphFacts:
     def writes_buffer(self, node: Node) -> bool:
         return any(self._memory[operand] in self._written_attributes for operand in self._written[node])
 
+    def same_memory(self, node: Node) -> list[Node]:
+        """All nodes whose values may share ``node``'s memory, itself included."""
+        return self._members[self._memory[node]]
+
+    @cached_property
+    def _members(self) -> dict[Node, list[Node]]:
+        found: dict[Node, list[Node]] = {}
+        for node in self.order:
+            found.setdefault(self._memory[node], []).append(node)
+        return found
+
+    def touches_written(self, node: Node) -> bool:
+        """Whether ``node`` reads, writes or is memory that some node writes in place."""
+        return any(self.writes_to(memory) for memory in (node, *node.all_input_nodes))
+
+    def is_written_attribute(self, node: Node) -> bool:
+        """Whether ``node``'s memory is an attribute of the model that the forward writes."""
+        return self._memory[node] in self._written_attributes
+
+    def is_random(self, node: Node) -> bool:
+        """Whether ``node`` draws random numbers."""
+        return _is_random(node, self)
+
     # ------------------------------------------------------------------------------------------------- parameters
 
     def _is_parameter(self, node: Node) -> bool:

@@ -30,6 +30,8 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor
+from torch.fx import GraphModule
+from torch.utils.checkpoint import checkpoint
 
 
 class Communicator(Protocol):
@@ -55,6 +57,25 @@ def communicating(communicator: Communicator) -> Iterator[None]:
         yield
     finally:
         _CURRENT.reset(token)
+
+
+def recomputed(module: GraphModule, *inputs: Any) -> Any:
+    """``module(*inputs)``, of which only ``inputs`` are kept: it runs again when the backward first needs a value, and
+    stops after the last one needed. Collectives in it run again too, on every rank of their group alike.
+
+    ``module.meta["random"]``: the generators' state is kept, so that the same numbers are drawn again.
+    """
+    if not torch.is_grad_enabled() or not any(isinstance(i, Tensor) and i.requires_grad for i in inputs):
+        return module.forward(*inputs)
+    communicator = _CURRENT.get(None)
+
+    def run(*tensors: Any) -> Any:
+        if communicator is None:
+            return module.forward(*tensors)
+        with communicating(communicator):  # autograd may call from a thread that knows of none
+            return module.forward(*tensors)
+
+    return checkpoint(run, *inputs, use_reentrant=False, preserve_rng_state=bool(module.meta.get("random", True)))
 
 
 def _own(tensor: Tensor) -> Tensor:

@@ -15,12 +15,15 @@ from autoplan.capture import Capture, retarget
 from autoplan.cluster import Cluster
 from autoplan.errors import StrategyError
 from autoplan.layers import LayerGraph
+from autoplan.passes.recompute import recompute
 from autoplan.passes.shard_tensors import shard_tensors
 from autoplan.passes.split_stages import StageGraph, split_stages
 from autoplan.passes.weight_loss import weight_loss
 from autoplan.plan import Plan
 from autoplan.schedules import SCHEDULES
 from autoplan.sharding import Placement, Shard, Sharding, shard_model, take_shard
+
+POLICIES = ("none", "selective", "full")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,14 +65,6 @@ def check_executable(capture: Capture, plan: Plan) -> None:
         )
     if strategy.schedule not in SCHEDULES:
         raise StrategyError(f"schedule {strategy.schedule!r} cannot be executed", legal=", ".join(SCHEDULES))
-    for index, stage in enumerate(plan.stages):
-        policies = [policy for policy, layers in stage.recompute.items() if layers and policy != "none"]
-        if policies:
-            raise StrategyError(
-                f"stage {index} recomputes layers ({', '.join(policies)}), which cannot be executed yet",
-                legal='recompute "none"',
-                attempt='plan with strategy={"recompute": "none"}',
-            )
     if is_split(plan) and capture.couplings:
         first = capture.couplings[0]
         raise StrategyError(
@@ -78,6 +73,37 @@ def check_executable(capture: Capture, plan: Plan) -> None:
             legal="data = 1 with one micro-batch",
             attempt='strategy={"data": 1, "micro_batch_size": <the whole batch>}',
         )
+
+
+def layer_policies(plan: Plan) -> tuple[str, ...]:
+    """The recompute policy of every layer. Raises StrategyError where the plan leaves it open or names another."""
+    found: list[str] = []
+    for index, stage in enumerate(plan.stages):
+        layers = stage.last_layer - stage.first_layer + 1
+        used = [policy for policy, count in stage.recompute.items() if count]
+        policies = stage.layer_recompute or tuple(used) * layers
+        if len(policies) != layers or not set(policies) <= set(POLICIES):
+            raise StrategyError(
+                f"stage {index} has {layers} layers and recomputes {', '.join(policies)}",
+                where=f"stages.{index}.layer_recompute",
+                legal=f"one of {', '.join(POLICIES)} for each layer",
+                attempt="plan again for this model",
+            )
+        found.extend(policies)
+    return tuple(found)
+
+
+def recompute_groups(plan: Plan, layers: LayerGraph) -> tuple[frozenset[str], ...]:
+    """The nodes of each layer that run again in the backward: all, or its attention core."""
+    groups = []
+    for layer, policy in zip(layers.layers, layer_policies(plan), strict=True):
+        operators = layers.kinds[layer.kind].operators
+        if policy == "full":
+            groups.append(frozenset(layer.nodes))
+        elif policy == "selective":
+            core = [name for name, operator in zip(layer.nodes, operators, strict=True) if operator.core]
+            groups.append(frozenset(core))
+    return tuple(group for group in groups if group)
 
 
 def is_split(plan: Plan) -> bool:
@@ -112,17 +138,20 @@ class Builder:
             graph_module, weights = weighted.graph_module, weighted.weights
         placements: dict[str, Placement] = {}
         stage = stage_of_node(self._plan, self._layers)
+        groups = recompute_groups(self._plan, self._layers)
         if self._plan.strategy.tensor > 1:
             sharded = shard_tensors(graph_module, self._whole_sharding(), rank=tensor_rank)
             graph_module = sharded.graph_module
             placements = self._canonical_placements(sharded.parameters)
             stage |= {name: stage[origin] for name, origin in sharded.origin.items() if origin in stage}
+            groups = tuple(_with_inserted(group, sharded.origin) for group in groups)
         stages = split_stages(graph_module, stage)
         if len(stages) != self._plan.strategy.pipeline:
             raise StrategyError(
                 f"the plan has {self._plan.strategy.pipeline} stages and the graph was cut into {len(stages)}",
                 attempt="plan again for this model",
             )
+        stages = tuple(recompute(each, groups) for each in stages)
         return RankGraphs(stages=stages, weights=weights, placements=placements)
 
     def _canonical_placements(self, placements: Mapping[str, Placement]) -> dict[str, Placement]:
@@ -154,6 +183,11 @@ class Builder:
                 holders[canonical[name]].add(stage.index)
         # A parameter that the loss does not depend on rides along in stage 0, untouched, as in the single process.
         return Ownership(canonical=canonical, holders={n: tuple(sorted(s or {0})) for n, s in holders.items()})
+
+
+def _with_inserted(group: frozenset[str], origin: Mapping[str, str]) -> frozenset[str]:
+    """The group and what a pass put in beside its nodes."""
+    return group | {name for name, beside in origin.items() if beside in group}
 
 
 def stage_of_node(plan: Plan, layers: LayerGraph) -> dict[str, int]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import traceback
 from types import TracebackType
-from typing import Any
 
 from torch.fx import GraphModule, Node
 
@@ -80,13 +79,19 @@ def action_fault(
 
 
 def failing_node(graph_module: GraphModule, trace: TracebackType | None) -> Node | None:
-    """The node whose generated line raised, or None where the failure is not in the graph's own code."""
-    code: Any = getattr(type(graph_module).forward, "__code__", None)
-    lines: dict[int, int] = getattr(graph_module, "_lineno_map", None) or {}
-    start: int = getattr(graph_module, "_prologue_start", 0) or 0
-    nodes = list(graph_module.graph.nodes)
+    """The node whose generated line raised, of a recomputed graph within where it was there, or None where the failure
+    is not in the graph's own code."""
+    modules = {
+        getattr(type(module).forward, "__code__", None): module
+        for module in graph_module.modules()
+        if isinstance(module, GraphModule)
+    }
+    found: Node | None = None
     for frame, line in traceback.walk_tb(trace):
-        if frame.f_code is code:
-            index = lines.get(line - start)
-            return nodes[index] if index is not None and index < len(nodes) else None
-    return None
+        module = modules.get(frame.f_code)
+        if module is not None:
+            lines: dict[int, int] = getattr(module, "_lineno_map", None) or {}
+            index = lines.get(line - (getattr(module, "_prologue_start", 0) or 0))
+            nodes = list(module.graph.nodes)
+            found = nodes[index] if index is not None and index < len(nodes) else found
+    return found

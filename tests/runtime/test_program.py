@@ -15,7 +15,7 @@ from autoplan.cluster import Cluster
 from autoplan.layers import build_layers
 from autoplan.runtime import Program
 from tests.support import models
-from tests.support.plans import hand_plan
+from tests.support.plans import hand_plan, with_recompute
 from tests.support.processes import run_ranks
 from tests.support.training import (
     Trained,
@@ -87,6 +87,23 @@ def test_a_tensor_axis_changes_no_number_and_each_gradient_counts_once_in_the_no
     _, batch, captured, expected = gpt()
     layers = build_layers(captured)
     made = hand_plan(layers, **plan)
+    program = Program(captured, made, layers, cluster=Cluster.parse(f"{made.gpus}xcpu"), device="cpu")
+    for found in run_ranks(lambda rank, world: train_program(program, [batch] * STEPS), made.gpus):
+        assert_same_numbers(found, expected)
+
+
+@pytest.mark.parametrize(
+    "plan",
+    [
+        {"tensor": 2, "data": 2, "micro_batch_size": 2, "micro_batches": 2, "zero_stage": 2},
+        {"tensor": 2, "pipeline": 2, "micro_batch_size": 4, "micro_batches": 2},
+    ],
+    ids=["dp2-tp2-zero2", "pp2-tp2"],
+)
+def test_layers_recomputed_beside_layers_kept_change_no_number(plan: dict[str, Any]) -> None:
+    _, batch, captured, expected = gpt()
+    layers = build_layers(captured)
+    made = with_recompute(hand_plan(layers, **plan), "full", "selective", "none")
     program = Program(captured, made, layers, cluster=Cluster.parse(f"{made.gpus}xcpu"), device="cpu")
     for found in run_ranks(lambda rank, world: train_program(program, [batch] * STEPS), made.gpus):
         assert_same_numbers(found, expected)

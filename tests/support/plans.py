@@ -95,3 +95,16 @@ def hand_plan(
 
 def with_strategy(plan: Plan, **changes: Any) -> Plan:
     return dataclasses.replace(plan, strategy=dataclasses.replace(plan.strategy, **changes))
+
+
+def with_recompute(plan: Plan, *policies: str) -> Plan:
+    """``plan`` with the layers' recompute policies given in turn, again from the first when they run out."""
+    turns = itertools.cycle(policies)
+
+    def changed(stage: Stage) -> Stage:
+        layers = tuple(next(turns) for _ in range(stage.last_layer - stage.first_layer + 1))
+        return dataclasses.replace(
+            stage, recompute={policy: layers.count(policy) for policy in layers}, layer_recompute=layers
+        )
+
+    return dataclasses.replace(plan, stages=tuple(changed(stage) for stage in plan.stages))

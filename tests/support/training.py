@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from autoplan.capture import Capture, capture
 from autoplan.runtime import Program
-from tests.support.plans import hand_plan, one_layer_a_node
+from tests.support.plans import hand_plan, one_layer_a_node, with_recompute
 
 LEARNING_RATE = 1e-2
 MAX_NORM = 0.5
@@ -59,10 +59,10 @@ def train_alone(model: nn.Module, batches: list[Any], optimizer: Optimizer = ada
     return Trained(losses=losses, norms=norms, gradients=gradients, weights=dict(model.state_dict()))
 
 
-def program_of(captured: Capture, **plan: Any) -> Program:
-    """Planned by hand, cut between any two operators, on CPU."""
+def program_of(captured: Capture, *, recompute: tuple[str, ...] = ("none",), **plan: Any) -> Program:
+    """Planned by hand, cut between any two operators, on CPU; ``recompute`` in turn over the operators."""
     layers = one_layer_a_node(captured)
-    return Program(captured, hand_plan(layers, **plan), layers, device="cpu")
+    return Program(captured, with_recompute(hand_plan(layers, **plan), *recompute), layers, device="cpu")
 
 
 def capture_double(model: nn.Module, batch: Any) -> tuple[nn.Module, Any, Capture]:
