@@ -10,6 +10,7 @@ its operators x ``launch_s`` (eager), which is what small models feel.
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -80,9 +81,16 @@ def recompute_s(kind: LayerKind, device: Device, *, micro_batch: int, policy: st
     if policy == "none":
         return 0.0
     if policy == "full":
-        return layer_time(kind, device, micro_batch=micro_batch, software=software).forward_s
+        again = _until_last_saved(kind) if software.recompute_stops_early else kind
+        return layer_time(again, device, micro_batch=micro_batch, software=software).forward_s
     core = (op for op in kind.operators if op.core)
     return sum(operator_time(op, device, micro_batch=micro_batch, software=software).forward_s for op in core)
+
+
+def _until_last_saved(kind: LayerKind) -> LayerKind:
+    """What runs again where a checkpoint ends with the last saved tensor: the input of the layer's last product."""
+    products = [index for index, op in enumerate(kind.operators) if op.kind in ("gemm", "grouped_gemm")]
+    return dataclasses.replace(kind, operators=kind.operators[: products[-1]]) if products else kind
 
 
 def optimizer_step_s(elements: float, device: Device, *, bytes_per_element: float) -> float:

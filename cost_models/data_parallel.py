@@ -19,10 +19,12 @@ and what hides is not free: its kernels hold streaming multiprocessors and memor
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 
 from autoplan.cluster import Cluster
 from autoplan.cost_models.communication import Group, all_gather_s, all_reduce_s, reduce_scatter_s
+from autoplan.cost_models.software import EAGER, Software
 from autoplan.plan import Strategy
 
 # NCCL runs 16 to 24 channels, a multiprocessor each, of 108 to 132: compute beside it slows by about that share.
@@ -57,6 +59,7 @@ def data_parallel_time(
     layers: int,
     forward_s: float = 0.0,
     backward_s: float = 0.0,
+    software: Software = EAGER,
 ) -> DataParallelTime:
     """The data axis of one stage of ``layers`` layers.
 
@@ -66,6 +69,9 @@ def data_parallel_time(
     n = strategy.data
     if n == 1:
         return DataParallelTime()
+    if not software.data_overlap:
+        forward_s = backward_s = 0.0
+    cluster = _reached(cluster, software.data_links)
     group = Group(size=n, stride=strategy.tensor)
     pieces = max(layers, 1)
     share = (n - 1) / n
@@ -97,6 +103,16 @@ def data_parallel_time(
         total_s=(2 * gather + scatter) * pieces * micro_batches,
         bytes_per_step=share * (2 * weight_bytes + gradient_bytes) * micro_batches,
     )
+
+
+def _reached(cluster: Cluster, share: float) -> Cluster:
+    """The links at the share of their rate that the software's collectives reach."""
+    if share == 1.0:
+        return cluster
+    intra, inter = (
+        dataclasses.replace(link, bytes_per_s=link.bytes_per_s * share) for link in (cluster.intra, cluster.inter)
+    )
+    return dataclasses.replace(cluster, intra=intra, inter=inter)
 
 
 def _exposed(total_s: float, unhidden_s: float, compute_s: float) -> float:

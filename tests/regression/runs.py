@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import csv
 import dataclasses
+import math
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -30,8 +31,13 @@ from autoplan.cost_models.schedule import simulate
 from autoplan.cost_models.software import (
     COMPILED,
     COMPILED_ASYNC_TENSOR,
+    DEEPSPEED_PIPELINE,
+    DEEPSPEED_ZERO_3,
     EAGER,
     EAGER_FLASH_1,
+    MEGATRON_2021,
+    MEGATRON_2022,
+    ONEFLOW,
     TRANSFORMER_ENGINE,
     Software,
 )
@@ -41,8 +47,17 @@ from tests.regression.transformer import Shape, block, embedding, head
 
 DATA = Path(__file__).parent / "data"
 FSDP = ("llm_foundry", "torchtitan")
-OVERLAPPING = (*FSDP, "nemo_24")  # the data axis runs beside the compute; in Megatron of 2021 and 2022 it did not
 FUSED_ATTENTION = (*FSDP, "nemo_24")
+SOFTWARE = {
+    "korthikanti2022": MEGATRON_2022,
+    "nemo_24": TRANSFORMER_ENGINE,
+    "llm_foundry": EAGER_FLASH_1,
+    "bloom_grid": DEEPSPEED_PIPELINE,
+    "bigscience_v100": DEEPSPEED_PIPELINE,
+}
+WHOLE_SENDS = ("bloom_grid", "bigscience_v100", "dlperf_v100")
+PADDED = ("bloom_grid", "bigscience_v100")
+VOCABULARY_MULTIPLE = 128  # Megatron pads the table to this, times the tensor degree
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,8 +107,10 @@ def _run(row: dict[str, str]) -> Run:
         sequence_parallel=row["sequence_parallel"] == "1" or row["source"] == "nemo_24",
     )
     fsdp = row["source"] in FSDP
+    multiple = VOCABULARY_MULTIPLE * strategy.tensor if row["source"] in PADDED else 1
     shape = Shape(
-        **{key: count(key) for key in ("layers", "hidden", "ffn", "heads", "vocab", "seq")},
+        **{key: count(key) for key in ("layers", "hidden", "ffn", "heads", "seq")},
+        vocab=math.ceil(count("vocab") / multiple) * multiple,
         kv_heads=count("kv_heads", count("heads")),
         head_dim=count("head_dim", 0),
         family=row["family"],
@@ -122,10 +139,12 @@ def _run(row: dict[str, str]) -> Run:
 
 
 def _software(row: dict[str, str]) -> Software:
-    if row["source"] == "llm_foundry":
-        return EAGER_FLASH_1
-    if row["source"] == "nemo_24":
-        return TRANSFORMER_ENGINE
+    if row["source"] in SOFTWARE:
+        return SOFTWARE[row["source"]]
+    if row["source"] == "narayanan2021":
+        return DEEPSPEED_ZERO_3 if row["zero_stage"] == "3" else MEGATRON_2021
+    if row["source"] == "dlperf_v100":
+        return ONEFLOW if "oneflow" in row["model"] else MEGATRON_2021
     notes = row["notes"].lower()
     if "compile" not in notes:
         return EAGER
@@ -151,6 +170,10 @@ def _cluster(row: dict[str, str]) -> Cluster:
 
 def predict_step_s(run: Run) -> float:
     """Seconds of one optimizer step."""
+    return run.software.step_s + _pipeline_s(run)
+
+
+def _pipeline_s(run: Run) -> float:
     stages = split_stages(run)
     times = [_stage_time(run, kinds) for kinds in stages]
     shares = [_data_time(run, kinds, time) for kinds, time in zip(stages, times, strict=True)]
@@ -158,30 +181,25 @@ def predict_step_s(run: Run) -> float:
     pipeline = run.strategy.pipeline
     width = run.strategy.data * run.strategy.tensor
     # Megatron sends each tensor rank's part and gathers it over NVLink (Narayanan et al. 2021, section 4.1).
-    parts = run.shape.spread if run.source == "bloom_grid" else run.strategy.tensor
+    parts = run.shape.spread if run.source in WHOLE_SENDS else run.strategy.tensor
     row = 2.0 * run.strategy.micro_batch_size * run.shape.seq * run.shape.hidden / parts
     sends = [boundary_send_s(run.cluster, row, stage=s, distance=width) for s in range(pipeline - 1)]
     if run.virtual > 1:
         return _interleaved_s(run, times, sends) + max(tails)
-    out, back = _blocking_s(run, sends)
-    back = [b + _accumulation_s(run, kinds) for b, kinds in zip(back, stages, strict=True)]
+    added = [_accumulation_s(run, kinds) for kinds in stages]
+    forward = [t.forward_s + s.forward_s for t, s in zip(times, shares, strict=True)]
+    backward = [t.backward_s + s.backward_s + a for t, s, a in zip(times, shares, added, strict=True)]
+    # Once full, a pipeline is periodic: each further micro-batch costs the slowest stage's time.
+    micro_batches = min(run.strategy.micro_batches, 3 * pipeline)
     timeline = simulate(
-        schedules.all_actions("1f1b", stages=pipeline, micro_batches=run.strategy.micro_batches),
-        forward_s=[t.forward_s + s.forward_s + o for t, s, o in zip(times, shares, out, strict=True)],
-        backward_s=[t.backward_s + s.backward_s + b for t, s, b in zip(times, shares, back, strict=True)],
-        send_s=sends if not any(out) else [0.0] * len(sends),
+        schedules.all_actions("1f1b", stages=pipeline, micro_batches=micro_batches),
+        forward_s=forward,
+        backward_s=backward,
+        send_s=sends,
         tail_s=tails,
     )
-    return timeline.step_s
-
-
-def _blocking_s(run: Run, sends: list[float]) -> tuple[list[float], list[float]]:
-    """DeepSpeed's pipeline engine transfers between computes, not beside them: a stage waits for its own receive and
-    its own send, forward and backward."""
-    if run.source != "bloom_grid":
-        return [0.0] * (len(sends) + 1), [0.0] * (len(sends) + 1)
-    both = [into + out for into, out in zip([0.0, *sends], [*sends, 0.0], strict=True)]
-    return both, both
+    slowest = max(f + b for f, b in zip(forward, backward, strict=True))
+    return timeline.step_s + (run.strategy.micro_batches - micro_batches) * slowest
 
 
 def _interleaved_s(run: Run, times: list[OperatorTime], sends: list[float]) -> float:
@@ -189,7 +207,7 @@ def _interleaved_s(run: Run, times: list[OperatorTime], sends: list[float]) -> f
     each way of each chunk can't hide behind the chunk before it, except where software of 2024 overlaps them."""
     totals = [t.total_s for t in times]
     m, v = run.strategy.micro_batches, run.virtual
-    exposed = 0.0 if run.source in OVERLAPPING else 2 * max(sends, default=0.0) * m * v
+    exposed = 0.0 if run.software.data_overlap else 2 * max(sends, default=0.0) * m * v
     return m * max(totals) + (sum(totals) - max(totals)) / v + exposed
 
 
@@ -242,24 +260,25 @@ def _again_s(run: Run, kind: LayerKind, policy: str) -> float:
 
 def _data_time(run: Run, kinds: list[LayerKind], time: OperatorTime) -> DataParallelTime:
     elements = count_elements(kinds).total
-    overlaps = run.source in OVERLAPPING
     return data_parallel_time(
         run.cluster,
         strategy=run.strategy,
         weight_bytes=2.0 * elements,
         gradient_bytes=run.gradient_bytes * elements,
         layers=len(kinds),
-        forward_s=time.forward_s if overlaps else 0.0,
-        backward_s=time.backward_s if overlaps else 0.0,
+        forward_s=time.forward_s,
+        backward_s=time.backward_s,
+        software=run.software,
     )
 
 
 def _accumulation_s(run: Run, kinds: list[LayerKind]) -> float:
-    """Seconds a micro-batch; later Megatron's weight products add in place."""
-    if run.strategy.micro_batches == 1 or run.source in ("korthikanti2022", "nemo_24"):
+    """Seconds a micro-batch."""
+    if run.strategy.micro_batches == 1 or not run.software.accumulation:
         return 0.0
     elements = count_elements(kinds).total / (run.strategy.data if run.strategy.zero_stage >= 2 else 1)
-    return gradient_accumulation_s(elements, run.cluster.device, bytes_per_element=run.gradient_bytes)
+    once = gradient_accumulation_s(elements, run.cluster.device, bytes_per_element=run.gradient_bytes)
+    return run.software.accumulation * once
 
 
 def _optimizer_s(run: Run, kinds: list[LayerKind]) -> float:
