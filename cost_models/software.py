@@ -3,7 +3,8 @@
 - ``gap_s``: between two kernels of a full queue (start and drain), GPU time; measured as 1 to 2 us on V100 to H100 in
   public profiles.
 - ``element_wise_traffic``: share of the element-wise and normalisation bytes that reaches memory. Eager kernels move
-  every operand (1.0), and autocast of 2023 casts some once more (1.25); torch.compile fuses chains, about 0.45 of the bytes of a Llama block remain.
+  every operand (1.0), and autocast of 2023 casts some once more (1.25); torch.compile fuses chains, about 0.45 of the
+  bytes of a Llama block remain.
 - ``dispatch``: how many times ``Device.launch_s`` the host spends on one operator; the device waits when the kernels
   of a layer are shorter than that. CUDA graphs make it 0.
 - ``attention``: rate of the fused core over FlashAttention-2's. Version 1 and its Triton port reached 100 to 120 TFLOPS
