@@ -53,7 +53,11 @@ _PRECISIONS = {
     "bf16-deepspeed": (2.0, 6.0, 4.0),
     "bf16-megatron": (2.0, 4.0, 4.0),
     "fp16-megatron": (2.0, 4.0, 4.0),
+    "bf16-zero": (2.0, 2.0, 4.0),
+    "fp16-zero": (2.0, 2.0, 4.0),
 }
+# DeepSpeed's ZeRO optimizer widens its shard of the gradients to fp32 for the step.
+_WIDENED = 4.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +102,8 @@ def recipe(precision: str, optimizer: str = "adamw") -> Recipe:
     """The recipe of ``precision`` with ``optimizer``; raises :class:`StrategyError` for unknown names.
 
     Precisions: fp64, fp32, bf16, fp16, fp8, mxfp8, nvfp4. ``-pure`` keeps no fp32 copy, ``-megatron`` accumulates
-    gradients in fp32, ``-deepspeed`` keeps fp32 gradients beside 16-bit ones. Optimizers: :data:`OPTIMIZERS`.
+    gradients in fp32, ``-deepspeed`` (its bf16 optimizer) keeps fp32 gradients beside 16-bit ones, ``-zero`` (its ZeRO
+    optimizer) widens them to fp32 for the step. Optimizers: :data:`OPTIMIZERS`.
     """
     key, kind = short_dtype(precision.lower()), _ALIASES.get(optimizer.lower(), optimizer.lower())
     if key not in _PRECISIONS:
@@ -115,12 +120,13 @@ def recipe(precision: str, optimizer: str = "adamw") -> Recipe:
     weights, gradients, master = _PRECISIONS[key]
     chosen = _OPTIMIZERS[kind]
     full = master or weights
-    fused = key.endswith("-megatron")  # its optimizers are always fused
+    fused = key.endswith(("-megatron", "-zero"))  # their optimizers always are
+    widened = _WIDENED if key.endswith("-zero") else 0.0
     return Recipe(
         name=f"{key} {kind}",
         weights=weights,
         gradients=gradients,
         master_weights=master,
         optimizer_state=chosen.states * (chosen.state_bytes or full),
-        step_temporary=0.0 if fused else chosen.temporary * full,
+        step_temporary=widened if fused else chosen.temporary * full,
     )

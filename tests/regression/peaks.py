@@ -9,7 +9,8 @@ The logits decide many of these peaks. For each logit, at the moment of the loss
 - *parallel*: the vocabulary is split over the tensor axis and the loss is a chain of eager operators on fp32 values:
   ``(one_hot + exp(x)) * gradient`` is one temporary more (12 passing);
 - *compiled* (torchtitan compiles its loss since early 2025): the 16-bit logits stay (2), their gradient comes back in
-  16 bits (2), and nothing in fp32 is ever whole.
+  16 bits (2), and nothing in fp32 is ever whole;
+- *megatron*: fp32 probabilities are kept (4) and become the gradient in place, which is cast to 16 bits (2).
 """
 
 from __future__ import annotations
@@ -21,11 +22,14 @@ from autoplan.cost_models.memory import count_elements, measured_bytes, recipe, 
 from autoplan.cost_models.software import COMPILED, COMPILED_ASYNC_TENSOR
 from autoplan.layers.types import LayerKind, Operator
 from tests.regression.runs import Run, read_rows, split_stages
+from tests.regression.transformer import Shape
 
 BLOCK_OPERATORS = 5  # a block has more; embedding and head have fewer
 COMPILED_LOSS_SINCE = "202502"
+# Its ZeRO stages reduce and gather through a bucket each of 5e8 16-bit elements.
+DEEPSPEED_BUCKET_BYTES = 2 * 5e8 * 2.0
 # loss -> bytes a logit: (kept for the backward, moved by it)
-LOSSES = {"eager": (4.0, 8.0), "parallel": (4.0, 12.0), "compiled": (2.0, 2.0)}
+LOSSES = {"eager": (4.0, 8.0), "parallel": (4.0, 12.0), "compiled": (2.0, 2.0), "megatron": (4.0, 2.0)}
 _ROWS = {row["id"]: row for row in read_rows("measurements")}
 CONVENTIONS = {"torchtitan": "reserved", "bloom_grid": "nvidia-smi"}
 
@@ -51,7 +55,7 @@ def _stage_memory(run: Run, kinds: list[LayerKind], stage: int, precision: str) 
     if run.recompute == "every second product":
         compiled = run.software in (COMPILED, COMPILED_ASYNC_TENSOR)
         thinned = [
-            every_second_product(run, kind, compiled=compiled) if policy != "none" else kind
+            every_second_product(run.shape, kind, compiled=compiled) if policy != "none" else kind
             for kind, policy in zip(kinds, policies, strict=True)
         ]
         samples = run.strategy.micro_batch_size
@@ -67,8 +71,8 @@ def _stage_memory(run: Run, kinds: list[LayerKind], stage: int, precision: str) 
     )
     terms["recompute_window"] += max(0.0, window)
     if run.source == "bloom_grid":
-        # DeepSpeed's ZeRO-1: a reduce and a gather bucket of 5e8 16-bit elements, and its shard of gradients in fp32.
-        terms["communication_buffers"] += 2 * 5e8 * 2.0
+        # DeepSpeed's ZeRO-1: buckets, and its shard of gradients in fp32.
+        terms["communication_buffers"] += DEEPSPEED_BUCKET_BYTES
         terms["gradients"] += 4.0 * count_elements(kinds).total / run.strategy.data
     return terms
 
@@ -98,10 +102,9 @@ def with_loss(head: LayerKind, loss: str) -> LayerKind:
     return dataclasses.replace(head, operators=tuple(changed(op) for op in head.operators))
 
 
-def every_second_product(run: Run, kind: LayerKind, *, compiled: bool) -> LayerKind:
+def every_second_product(shape: Shape, kind: LayerKind, *, compiled: bool) -> LayerKind:
     """What torchtitan's per-operator policy keeps of a llama block: its input, attention's output, and the products
     numbered 1, 3, 5, 7 of q, k, v, projection, gate, up, down. The compiler drops what no backward reads: the last."""
-    shape = run.shape
     one = 2.0 * shape.seq / shape.tensor  # bytes of a column
     kept = {
         "qkv": one * (shape.heads + shape.kv_heads) * shape.width,
