@@ -104,7 +104,8 @@ class Stage:
 
     ``recompute`` counts the layers under each policy (none, selective, full), ``layer_recompute`` names each layer's.
     ``memory_terms`` are bytes on the worst GPU of the stage and sum to ``peak_memory_bytes``. Times are for one
-    micro-batch.
+    micro-batch (``send_s``: of its activations to the next stage, or of their gradients back), but for
+    ``synchronise_s`` and ``optimizer_s``, which come once a step, after the last micro-batch.
     """
 
     __pydantic_config__: ClassVar[ConfigDict] = _STRICT
@@ -118,6 +119,9 @@ class Stage:
     backward_s: float
     parameters: int
     layer_recompute: tuple[str, ...] = ()
+    send_s: float = 0.0
+    synchronise_s: float = 0.0
+    optimizer_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

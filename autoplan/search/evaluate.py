@@ -190,8 +190,11 @@ def plan_stages(evaluation: Evaluation) -> tuple[Stage, ...]:
             backward_s=stage.backward_s,
             parameters=stage.parameters,
             layer_recompute=stage.policies,
+            send_s=send_s,
+            synchronise_s=stage.synchronise_s,
+            optimizer_s=stage.optimizer_s,
         )
-        for stage in evaluation.stages
+        for stage, send_s in zip(evaluation.stages, (*evaluation.sends_s, 0.0), strict=True)
     )
 
 
