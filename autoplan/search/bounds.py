@@ -45,24 +45,22 @@ def lower_bounds(space: Space, candidates: Candidates) -> LowerBounds:
     """Bounds of all ``candidates``, priced once for each value that differs."""
     rows = len(candidates)
     period, longest = np.zeros(rows), np.zeros(rows)
-    sends, forward, backward = np.zeros(rows), np.zeros(rows), np.zeros(rows)
+    sends, exposed, lesser_share = np.zeros(rows), np.zeros(rows), np.zeros(rows)
     tail, first_tail, short = np.zeros(rows), np.zeros(rows), np.zeros(rows)
-    forward_share, backward_share = np.zeros(rows), np.zeros(rows)
     for where, strategy in _alike(candidates, ("tensor", "micro_batch_size")):
         chain = space.chain(strategy.tensor, strategy.micro_batch_size)
         period[where] = chain.period[-1]
         longest[where] = np.diff(chain.period).max()
-        forward_share[where], backward_share[where] = chain.shares
+        lesser_share[where] = chain.lesser_share
     for where, strategy in _alike(candidates, ("tensor", "micro_batch_size", "data", "pipeline")):
         sends[where] = 2 * (strategy.pipeline - 1) * _least_send_s(space, strategy)
     for where, strategy in _alike(candidates, ("tensor", "data", "pipeline", "zero_stage")):
-        forward[where], backward[where], tail[where], first_tail[where] = _data_axis(space, strategy)
+        exposed[where], tail[where], first_tail[where] = _data_axis(space, strategy)
     capacity = space.problem.cluster.device.memory_bytes * (1 - MARGIN)
     for where, strategy in _alike(candidates, ("tensor", "micro_batch_size", "data", "zero_stage", "staged")):
         share, alone = least_bytes(space, strategy)
         fixed = space.states(strategy).fixed_bytes
         short[where] = fixed + np.maximum(share / candidates.pipeline[where], alone) - capacity
-    exposed = forward + backward
     simulated = simulated_bound_s(
         schedule=candidates.schedule,
         stages=candidates.pipeline,
@@ -70,9 +68,8 @@ def lower_bounds(space: Space, candidates: Candidates) -> LowerBounds:
         period_s=period + exposed,
         longest_s=longest,
         sends_s=sends,
-        # Sharded weights are gathered once forward and at least once backward; gradients are all backward.
-        forward_share=np.where(forward > 0, np.maximum(forward_share, 0.5), forward_share),
-        backward_share=np.where(exposed > 0, 1.0, backward_share),
+        # Sharded weights are gathered in forward and in backward, so that shares are other than the layers' own.
+        lesser_share=np.where(exposed > 0, 0.5, lesser_share),
     )
     whole = period + sends + exposed
     bottleneck = np.maximum(whole / candidates.pipeline, longest)
@@ -102,9 +99,9 @@ def _least_send_s(space: Space, strategy: Strategy) -> float:
     return communication.send_s(space.problem.cluster, float(cuts.min()), distance)
 
 
-def _data_axis(space: Space, strategy: Strategy) -> tuple[float, float, float, float]:
-    """Seconds that show in forward and in backward of a micro-batch over all stages, the tail of the stage that has the
-    most, and the tail of the first layer alone."""
+def _data_axis(space: Space, strategy: Strategy) -> tuple[float, float, float]:
+    """Exposed seconds a micro-batch over all stages, the tail of the stage that has the most, and the tail of the first
+    layer alone."""
     elements, trainable = space.totals(strategy.tensor)
     tables = space.tables(strategy)
     whole = tables.data_axis(elements, trainable, 1)
@@ -112,7 +109,7 @@ def _data_axis(space: Space, strategy: Strategy) -> tuple[float, float, float, f
     first = tables.chain.costs[int(tables.chain.kinds[0])]
     alone = tables.data_axis(first.elements, first.trainable, 1).step_s + tables.optimizer_s(first.trainable)
     tail = part.step_s + tables.optimizer_s(trainable / strategy.pipeline)
-    return whole.forward_s, whole.backward_s, tail, alone
+    return whole.forward_s + whole.backward_s, tail, alone
 
 
 def least_bytes(space: Space, strategy: Strategy) -> tuple[float, float]:

@@ -66,15 +66,15 @@ class Chain:
         return self.prefix([c.forward_s + c.tensor_forward_s for c in self.costs])
 
     @cached_property
-    def shares(self) -> tuple[float, float]:
-        """The largest shares of a layer's period that its forward and its backward take under any policy."""
+    def lesser_share(self) -> float:
+        """No run of layers has a forward and a backward that both take more than this share of its period."""
         shares = [
-            ((c.forward_s + c.tensor_forward_s) / period, 1 - (c.forward_s + c.tensor_forward_s) / period)
+            (c.forward_s + c.tensor_forward_s) / (c.period_s + c.extra_s[p])
             for c in self.costs
-            for period in (c.period_s + c.extra_s[p] for p in self.policies)
-            if period > 0
+            for p in self.policies
+            if c.period_s > 0
         ]
-        return max((f for f, _ in shares), default=1.0), max((b for _, b in shares), default=1.0)
+        return min(0.5, max(shares, default=0.5), 1 - min(shares, default=0.5))
 
     @cached_property
     def saved(self) -> Floats:

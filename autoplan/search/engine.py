@@ -21,6 +21,7 @@ import numpy as np
 from autoplan.plan import Strategy
 from autoplan.search.bounds import LowerBounds, fits_greedily, lower_bounds
 from autoplan.search.milp import Solution, default_solver, solve_split
+from autoplan.search.simulated import simulated_with_longer_s, with_simulated_bound
 from autoplan.search.solver import SolverName
 from autoplan.search.space import Space
 from autoplan.search.split import Split
@@ -105,6 +106,7 @@ class Engine:
     deadline: float = math.inf
     _fits: dict[int, bool] = field(default_factory=dict, init=False)
     _known: dict[int, tuple[float, Decision | None]] = field(default_factory=dict, init=False)
+    _floors: dict[int, float] = field(default_factory=dict, init=False)
     _simulated: dict[Strategy, float] = field(default_factory=dict, init=False)
     _bounds: LowerBounds | None = field(default=None, init=False)
 
@@ -169,9 +171,12 @@ class Engine:
         return fastest
 
     def _simulated_bound_s(self, fastest_s: float) -> float:
-        """No candidate that passes the memory bound can be simulated faster than this."""
-        passing = self.bounds.short_bytes <= 0
-        return min(fastest_s, float(np.min(self.bounds.simulated_s[passing], initial=math.inf)))
+        """No candidate can be simulated faster than this: those that were opened by what their splits take at least."""
+        bound_s, simulated_s = fastest_s, self.bounds.simulated_s
+        for index in np.nonzero((self.bounds.short_bytes <= 0) & (simulated_s < fastest_s))[0]:
+            if simulated_s[index] < bound_s and self.fits(int(index)):
+                bound_s = min(bound_s, max(float(simulated_s[index]), self._floors.get(int(index), 0.0)))
+        return bound_s
 
     def _fastest(self, tolerance: float) -> tuple[Decision | None, float, bool]:
         best: Decision | None = None
@@ -240,7 +245,9 @@ class Engine:
         known = self._known.get(index)
         if known is None or (known[1] is None and known[0] < cutoff_s):
             strategy = self.space.candidates.strategy(index)
-            known = cutoff_s, _decision(self.space, strategy, solve_strategy(self.space, strategy, cutoff_s=cutoff_s))
+            solution = solve_strategy(self.space, strategy, cutoff_s=cutoff_s)
+            known = cutoff_s, _decision(self.space, strategy, solution)
+            self._floors[index] = math.inf if solution is None else solution.simulated_bound_s
             self._known[index] = known
         decision = known[1]
         return decision if decision is not None and decision.value_s <= cutoff_s else None
@@ -307,7 +314,8 @@ def solve_strategy(
         tables = space.tables(strategy, period_limit_s=longest_useful if complete else limit)
         solution = solve_split(tables.problem(), cutoff_s=min(cutoff_s, safe_s), solver=solver)
         if complete or (solution is not None and solution.split is not None):
-            return solution
+            left_out_s = simulated_with_longer_s(strategy, total, tables.period_limit_s)
+            return with_simulated_bound(tables, solution, left_out_s)
         limit *= 2
 
 
@@ -319,4 +327,9 @@ def _only_split(tables: Tables, cutoff_s: float) -> Solution | None:
     tail = float(tables.tail[0])
     value = tables.strategy.micro_batches * period + tail
     split = Split(cuts=(0, tables.chain.layers), value_s=value, bottleneck_s=period, tail_s=tail)
-    return Solution(split=split if value <= cutoff_s else None, lower_bound_s=value, proven_by="enumeration")
+    return Solution(
+        split=split if value <= cutoff_s else None,
+        lower_bound_s=value,
+        proven_by="enumeration",
+        simulated_bound_s=value,
+    )

@@ -18,6 +18,7 @@ anyone believes it, and a proof counts only where the exact dynamic program agre
 
 from __future__ import annotations
 
+import dataclasses
 from collections import defaultdict
 from dataclasses import dataclass
 
@@ -47,11 +48,15 @@ MOST_ARCS = 20_000
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Solution:
     """``split`` is the best found, None if none costs less than the cutoff. ``lower_bound_s``: no split costs less than
-    this (or the cutoff, if that is lower). ``proven_by``: the solver whose proof closes the gap, "" if it is open."""
+    this (or the cutoff, if that is lower). ``proven_by``: the solver whose proof closes the gap, "" if it is open.
+    ``bound``: what no split of the table goes below, term by term. ``simulated_bound_s``: no split is simulated faster,
+    those that the table leaves out included."""
 
     split: Split | None
     lower_bound_s: float
     proven_by: str
+    bound: Bounds | None = None
+    simulated_bound_s: float = 0.0
 
 
 def solve_split(
@@ -66,6 +71,12 @@ def solve_split(
     bound = bounds(problem)
     if bound is None:
         return None
+    return dataclasses.replace(_solve(problem, bound, cutoff_s, solver, time_limit_s), bound=bound)
+
+
+def _solve(
+    problem: SplitProblem, bound: Bounds, cutoff_s: float, solver: SolverName | None, time_limit_s: float | None
+) -> Solution:
     floor_s = bound.value_s(problem.micro_batches)
     if floor_s > cutoff_s:
         return Solution(split=None, lower_bound_s=floor_s, proven_by="bound")

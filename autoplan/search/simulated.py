@@ -3,24 +3,35 @@
 On stage s of S, with M micro-batches of which w are in flight, T the stage's period (F forward, B backward), A the
 periods of the stages after it (:func:`autoplan.cost_models.schedule.lower_bound_s`; P all periods, D all sends):
 
-    step >= P + D + (M - 1) T - A + max(0, A - (w - 1) F) + max(0, A - (w - 1) B)          (M > w)
-    step >= P + D + (M - 1) T - A + max(0, A - (w - 1) min(F, B))                         (any M)
+    step >= P + D + (M - 1) T - A + (A - (w - 1) F) + (A - (w - 1) B)          (M > w)
+    step >= P + D + (M - 1) T - A + (A - (w - 1) min(F, B))                    (any M)
 
-With F <= f T and B <= b T (the largest shares that any layer has under any recompute) both are linear in T and A:
+F and B sum to T, and the smaller is at most x T with x the smaller of the largest shares that any layer has (and at
+most 1/2). So both rows are linear in T and A:
 
-    step - P - D >= A + g T,   g = M - 1 - (w - 1) (f + b)         where g >= 1
-    step - P - D >=     h T,   h = M - 1 - (w - 1) min(f, b)
+    step - P - D >= A + g T,   g = M - w                where g >= 1
+    step - P - D >=     h T,   h = M - 1 - (w - 1) x
 
 For a given step, the most that all stages can hold is found from the last stage to the first, each taking all that both
 rows allow (g >= 1: what a stage takes costs those before it no more than it holds). It grows in proportion to
-u = step - P - D; it must be P. So step >= P + D + P / K with K what u = 1 holds. With f + b = 1 all stages hold
-u / (M - 1) and the bound is the closed form of even stages.
+u = step - P - D; it must be P. So step >= P + D + P / K with K what u = 1 holds. With M > S every stage holds
+u / (M - 1), and the bound is the closed form of even stages. If besides some stage holds at least t more than that,
+its rows and those of the stages before it give
+
+    step >= 2 P + D + (M - S - 1) t
 """
 
 from __future__ import annotations
 
+import dataclasses
+import math
+
 import numpy as np
 from numpy.typing import NDArray
+
+from autoplan.plan import Strategy
+from autoplan.search.milp import Solution
+from autoplan.search.tables import Tables
 
 Floats = NDArray[np.float64]
 Integers = NDArray[np.int64]
@@ -34,24 +45,22 @@ def simulated_bound_s(
     period_s: Floats,
     longest_s: Floats,
     sends_s: Floats,
-    forward_share: Floats,
-    backward_share: Floats,
+    lesser_share: Floats,
 ) -> Floats:
     """Seconds that no split of a candidate can beat in the simulator, without its tail; one entry a candidate.
 
     ``period_s``: periods of all layers; ``longest_s``: of the longest layer; ``sends_s``: the least time of all sends,
-    there and back; ``forward_share``, ``backward_share``: the largest shares of a period.
+    there and back; ``lesser_share``: no stage's forward and backward both take a larger share of its period.
     """
     steps = (micro_batches - 1).astype(float)
-    both, lesser = forward_share + backward_share, np.minimum(forward_share, backward_share)
     held = np.zeros(len(stages))  # in units of u, by the stages after this one
     least = np.full(len(stages), np.inf)  # of max(g, h) over stages: what the longest layer weighs at least
     for behind in range(int(stages.max(initial=0))):
         there = stages > behind
         window = micro_batches if schedule == "gpipe" else np.minimum(micro_batches, behind + 1)
-        full = steps - (window - 1) * both
-        part = steps - (window - 1) * lesser
-        usable = (full >= 1) & (micro_batches > window)
+        full = (micro_batches - window).astype(float)
+        part = steps - (window - 1) * lesser_share
+        usable = full >= 1
         with np.errstate(divide="ignore"):
             takes = np.where(part > 0, 1 / part, np.inf)
             takes = np.where(usable, np.minimum(takes, np.maximum(0.0, 1 - held) / np.where(usable, full, 1.0)), takes)
@@ -62,4 +71,38 @@ def simulated_bound_s(
     with np.errstate(invalid="ignore"):
         even = np.where(np.isfinite(held) & (held > 0), period_s / held, 0.0)
     above = np.maximum(even, longest_s * np.where(np.isfinite(least), least, 0.0))
+    beyond = micro_batches - stages - 1
+    above = np.maximum(above, np.where(beyond >= 0, period_s + beyond * longest_s, 0.0))
     return np.maximum(micro_batches * longest_s, period_s + sends_s + above)
+
+
+def with_simulated_bound(tables: Tables, solution: Solution | None, left_out_s: float) -> Solution | None:
+    """``solution`` with the bound of every split of its strategy: of those in the table from the least sum and the
+    least longest period that any has, recompute included; ``left_out_s`` is that of the others."""
+    if solution is None or solution.bound is None:
+        if math.isinf(left_out_s):
+            return solution
+        return Solution(split=None, lower_bound_s=math.inf, proven_by="bound", simulated_bound_s=left_out_s)
+    strategy, bound = tables.strategy, solution.bound
+    sends = [float(np.max(tables.send_s(boundary)[1:-1])) for boundary in range(strategy.pipeline - 1)]
+    period = bound.sum_s - 2 * sum(sends)
+    longest = bound.bottleneck_s - (2 * max(sends) if strategy.schedule != "gpipe" else 0.0)
+    found = simulated_bound_s(
+        schedule=strategy.schedule,
+        stages=np.array([strategy.pipeline]),
+        micro_batches=np.array([strategy.micro_batches]),
+        period_s=np.array([max(0.0, period)]),
+        longest_s=np.array([max(0.0, longest)]),
+        sends_s=np.zeros(1),
+        lesser_share=np.array([0.5 if strategy.zero_stage > 1 else tables.chain.lesser_share]),
+    )
+    return dataclasses.replace(solution, simulated_bound_s=min(float(found[0]), left_out_s))
+
+
+def simulated_with_longer_s(strategy: Strategy, period_s: float, longer_than_s: float) -> float:
+    """Seconds that no split beats in which some stage takes longer than ``longer_than_s``; inf where none can."""
+    if longer_than_s >= period_s:
+        return math.inf
+    beyond = strategy.micro_batches - strategy.pipeline - 1
+    whole = 2 * period_s + beyond * longer_than_s if beyond >= 0 else period_s
+    return max(strategy.micro_batches * longer_than_s, whole)

@@ -61,4 +61,6 @@ def test_bounds_hold_on_random_candidates(
             for split in {solution.split.cuts, cuts}:
                 priced = evaluate_decision(space, strategy, split)
                 assert bounds.simulated_s[index] <= priced.step_s * (1 + 1e-9), (strategy, split)
+                if all(stage.peak_bytes <= space.problem.cluster.device.memory_bytes for stage in priced.stages):
+                    assert solution.simulated_bound_s <= priced.step_s * (1 + 1e-9), (strategy, split)
             assert fits_greedily(space.tables(strategy)), strategy
