@@ -10,7 +10,8 @@ The logits decide many of these peaks. For each logit, at the moment of the loss
   ``(one_hot + exp(x)) * gradient`` is one temporary more (12 passing);
 - *compiled* (torchtitan compiles its loss since early 2025): the 16-bit logits stay (2), their gradient comes back in
   16 bits (2), and nothing in fp32 is ever whole;
-- *megatron*: fp32 probabilities are kept (4) and become the gradient in place, which is cast to 16 bits (2).
+- *megatron*: fp32 probabilities are kept (4) and become the gradient in place, which is cast to 16 bits (2);
+  *fused*, its scripted kernels write to another fp32 tensor (4 more).
 """
 
 from __future__ import annotations
@@ -29,7 +30,13 @@ COMPILED_LOSS_SINCE = "202502"
 # Its ZeRO stages reduce and gather through a bucket each of 5e8 16-bit elements.
 DEEPSPEED_BUCKET_BYTES = 2 * 5e8 * 2.0
 # loss -> bytes a logit: (kept for the backward, moved by it)
-LOSSES = {"eager": (4.0, 8.0), "parallel": (4.0, 12.0), "compiled": (2.0, 2.0), "megatron": (4.0, 2.0)}
+LOSSES = {
+    "eager": (4.0, 8.0),
+    "parallel": (4.0, 12.0),
+    "compiled": (2.0, 2.0),
+    "megatron": (4.0, 2.0),
+    "megatron, fused": (4.0, 6.0),
+}
 _ROWS = {row["id"]: row for row in read_rows("measurements")}
 CONVENTIONS = {"torchtitan": "reserved", "bloom_grid": "nvidia-smi"}
 
