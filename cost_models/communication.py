@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from autoplan.cluster import Cluster, Link
+from autoplan.cost_models import cpu
 from autoplan.cost_models.compute import OperatorTime
 from autoplan.cost_models.software import EAGER, Software
 
@@ -83,6 +84,8 @@ def all_reduce_s(cluster: Cluster, group: Group, bytes_: float) -> float:
     """Seconds to sum ``bytes_`` over the group, everyone getting the sum."""
     if group.size == 1 or bytes_ == 0:
         return 0.0
+    if cluster.device.is_cpu:
+        return cpu.gloo_s("all_reduce", _gloo_link(cluster, group), ranks=group.size, bytes_=bytes_)
     fabric = group_on(cluster, size=group.size, stride=group.stride)
     n = group.size
     beta = 2 * (n - 1) / n * bytes_ / fabric.bus_bytes_per_s
@@ -95,6 +98,8 @@ def all_gather_s(cluster: Cluster, group: Group, bytes_: float) -> float:
     """Seconds until every rank has the whole of ``bytes_``, of which each began with its part."""
     if group.size == 1 or bytes_ == 0:
         return 0.0
+    if cluster.device.is_cpu:
+        return cpu.gloo_s("all_gather", _gloo_link(cluster, group), ranks=group.size, bytes_=bytes_)
     fabric = group_on(cluster, size=group.size, stride=group.stride)
     n = group.size
     return _BASE_S + _pass_latency_s(fabric) + (n - 1) / n * bytes_ / fabric.bus_bytes_per_s
@@ -102,6 +107,8 @@ def all_gather_s(cluster: Cluster, group: Group, bytes_: float) -> float:
 
 def reduce_scatter_s(cluster: Cluster, group: Group, bytes_: float) -> float:
     """Seconds to sum ``bytes_`` over the group, each rank getting its part; the mirror of an all-gather."""
+    if cluster.device.is_cpu and group.size > 1 and bytes_:
+        return cpu.gloo_s("reduce_scatter", _gloo_link(cluster, group), ranks=group.size, bytes_=bytes_)
     return all_gather_s(cluster, group, bytes_)
 
 
@@ -116,6 +123,27 @@ def all_to_all_s(cluster: Cluster, group: Group, bytes_: float) -> float:
     return _BASE_S + hop + _PEER_S * (group.size - 1) + max(near, far)
 
 
+def dispatch_s(cluster: Cluster, group: Group, row_bytes: float, *, topk: int, skew: float = 1.0) -> float:
+    """Seconds to send ``row_bytes`` of tokens a rank to ``topk`` experts spread over the group, or to gather them back.
+
+    A token is sent once to each rank that holds any of its experts, and once to each node, whose ranks pass it on: of
+    n places, n (1 - (1 - 1/n)^topk) are drawn on average where the load is even. ``skew``: the busiest rank's load over
+    the mean's (1 for an auxiliary loss that balances well): everybody waits for it.
+    """
+    if group.size == 1 or row_bytes == 0:
+        return 0.0
+    fabric = group_on(cluster, size=group.size, stride=group.stride)
+    near = row_bytes * _drawn(fabric.size, topk) * (fabric.local - 1) / fabric.local / fabric.intra.bytes_per_s
+    far = row_bytes * _drawn(fabric.nodes, topk) * (fabric.nodes - 1) / fabric.nodes / fabric.inter.bytes_per_s
+    hop = fabric.inter.latency_s if fabric.nodes > 1 else fabric.intra.latency_s
+    return _BASE_S + hop + _PEER_S * (group.size - 1) + skew * max(near, far)
+
+
+def _drawn(places: int, topk: int) -> float:
+    """Of ``places`` alike, how many ``topk`` draws hit on average."""
+    return places * (1.0 - (1.0 - 1.0 / places) ** topk)
+
+
 def send_s(cluster: Cluster, bytes_: float, distance: int, *, source: int | None = None) -> float:
     """Seconds for one rank's message to the rank ``distance`` further on.
 
@@ -125,6 +153,8 @@ def send_s(cluster: Cluster, bytes_: float, distance: int, *, source: int | None
         return 0.0
     width = cluster.gpus_per_node
     far = distance >= width if source is None else source // width != (source + distance) // width
+    if cluster.device.is_cpu:
+        return cpu.gloo_s("send", cluster.inter if far else cluster.intra, ranks=2, bytes_=bytes_)
     link, efficiency = (cluster.inter, _INTER_EFFICIENCY) if far else (cluster.intra, _INTRA_EFFICIENCY)
     return _BASE_S + link.latency_s + bytes_ / (link.bytes_per_s * efficiency * _wired_share(link, 2))
 
@@ -156,6 +186,11 @@ def tensor_time(
         seconds[collective.phase] += price[collective.name](cluster, group, full)
     shown = 1.0 - software.tensor_overlap
     return OperatorTime(forward_s=shown * seconds["forward"], backward_s=shown * seconds["backward"])
+
+
+def _gloo_link(cluster: Cluster, group: Group) -> Link:
+    """The slowest link that a group of processes crosses."""
+    return cluster.intra if _spread(group.size, group.stride, cluster.gpus_per_node)[1] == 1 else cluster.inter
 
 
 def _wired_share(link: Link, local: int) -> float:

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from autoplan.cluster import Device
+from autoplan.cost_models import cpu
 from autoplan.cost_models.attention import attention_time_s
 from autoplan.cost_models.gemm import gemm_time_s
 from autoplan.cost_models.precision import short_dtype
@@ -131,6 +132,8 @@ def _forward_s(op: Operator, device: Device, micro_batch: int, software: Softwar
         arithmetic = op.flops * samples / (device.flops(short_dtype(op.dtype)) * device.gemm_efficiency)
     elif op.flops:
         arithmetic = op.flops * samples / device.flops("fp32")
+    if device.is_cpu:
+        arithmetic += cpu.arithmetic_s(op, device, samples=samples, backward=False)
     return max(arithmetic, _memory_s(moved * _traffic(op, software), device)) + software.gap_s
 
 
@@ -155,6 +158,8 @@ def _backward_s(op: Operator, device: Device, micro_batch: int, software: Softwa
         arithmetic = op.backward_flops * samples / (device.flops(short_dtype(op.dtype)) * device.gemm_efficiency)
     elif op.backward_flops:
         arithmetic = op.backward_flops * samples / device.flops("fp32")
+    if device.is_cpu:
+        arithmetic += cpu.arithmetic_s(op, device, samples=samples, backward=True)
     return max(arithmetic, memory) + software.gap_s
 
 

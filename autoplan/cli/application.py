@@ -13,7 +13,7 @@ import typer
 from typer.core import TyperGroup
 
 import autoplan
-from autoplan.cli import clusters, explain, models, plan, predict, run, show
+from autoplan.cli import calibrate, clusters, explain, models, plan, predict, run, show
 from autoplan.cli.console import error_line
 from autoplan.errors import AutoplanError
 
@@ -105,3 +105,4 @@ application.command(
 )(run.run)
 application.command("models")(models.models)
 application.command("clusters")(clusters.clusters)
+application.command("calibrate")(calibrate.calibrate)

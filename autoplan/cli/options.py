@@ -80,11 +80,12 @@ def _value(key: str, text: str) -> Any:
     )
 
 
-def check_writable(path: Path | None) -> None:
-    """Refuse a plan file that could not be written, before minutes are spent on the plan."""
+def check_writable(path: Path | None, *, what: str = "plan") -> None:
+    """Refuse a file that could not be written, before minutes are spent on what goes into it."""
     if path is None:
         return
     if path.is_dir():
-        raise AutoplanError(f"cannot write the plan: {path} is a folder", attempt=f"-o {path / 'plan.json'}")
+        name = "cluster.toml" if what == "cluster file" else "plan.json"
+        raise AutoplanError(f"cannot write the {what}: {path} is a folder", attempt=f"-o {path / name}")
     if not path.absolute().parent.is_dir():
-        raise AutoplanError(f"cannot write the plan: there is no folder {path.parent}", attempt="make it first")
+        raise AutoplanError(f"cannot write the {what}: there is no folder {path.parent}", attempt="make it first")

@@ -1,0 +1,222 @@
+"""Time the probes on every rank at once, and collectives between the ranks.
+
+A CPU's operators are timed by the processor time of their thread, which other programs on the machine lengthen little,
+and the middle of the rounds counts: ranks run the same probe together, and rounds that met an idle neighbour are no
+better than those that did not. A GPU's are timed by the clock around calls that fill its queue. Transfers are timed by
+the clock, the least of the rounds of the slowest rank: whatever else runs can only add.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from autoplan.calibration.probes import Probe, probes
+from autoplan.cluster import Cluster, local_device_count
+from autoplan.cost_models.calibration import Fit, OperatorSample, Sample, TransferSample, fit
+from autoplan.errors import ClusterError
+from autoplan.runtime.launch import launch
+
+COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "send")
+_MOST_DEFAULT_RANKS = 8
+_LARGEST_KEPT_BYTES = 31 * 2**20
+_CUDA_REPEATS = 20  # calls that fill the queue, so that the clock sees the device and not the launch
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Effort:
+    """``probe_s``: how long one probe is repeated, within ``rounds``. ``bytes``: sizes of the transfers."""
+
+    probe_s: float
+    rounds: tuple[int, int]
+    bytes: tuple[int, ...]
+    transfer_s: float
+
+
+_THOROUGH = _Effort(probe_s=0.25, rounds=(5, 60), bytes=tuple(4**k for k in range(6, 13)), transfer_s=0.4)
+_QUICK = _Effort(probe_s=0.03, rounds=(3, 10), bytes=(2**14, 2**18, 2**21), transfer_s=0.05)
+
+
+def default_ranks(device: str) -> int:
+    """A rank a GPU; on CPU one a core that this process may use, up to 8."""
+    if device == "cuda":
+        return max(1, local_device_count())
+    return max(1, min(_MOST_DEFAULT_RANKS, len(os.sched_getaffinity(0))))
+
+
+def calibrate(
+    *, device: str = "cpu", gpus: int | None = None, quick: bool = False, note: Callable[[str], None] = lambda _: None
+) -> Fit:
+    """Measure ``gpus`` ranks of this machine and fit their device and link.
+
+    ``note`` is told, in words, what comes next. Raises ClusterError for ranks that this machine cannot have.
+    """
+    ranks = default_ranks(device) if gpus is None else gpus
+    start = _starting_point(device, ranks)
+    note(f"measuring {ranks} {'processes' if device == 'cpu' else 'GPUs'} together, {'a few' if quick else 'some'} ...")
+    by_rank = launch(_measure_rank, device, quick, gpus=ranks, device=device)
+    note("fitting ...")
+    return fit(start, _together(by_rank))
+
+
+def _starting_point(device: str, ranks: int) -> Cluster:
+    if device not in ("cpu", "cuda"):
+        raise ClusterError(f"unknown device {device!r}", legal="cuda, cpu")
+    if ranks < 1:
+        raise ClusterError(f"number of GPUs: {ranks}", legal="1 or more", attempt="autoplan calibrate --gpus 2")
+    if device == "cpu":
+        return Cluster.parse(f"{ranks}xcpu")
+    found = local_device_count()
+    if found < ranks:
+        raise ClusterError(
+            f"{ranks} GPUs were asked for and this machine has {found}",
+            legal=f"1 to {found}" if found else "--device cpu, since there is none",
+            attempt="autoplan calibrate --device cpu",
+        )
+    return Cluster.parse(ranks)
+
+
+def _together(by_rank: list[list[Sample]]) -> list[Sample]:
+    """One sample of each probe: the mean of the ranks for operators, the slowest rank for transfers."""
+    merged: list[Sample] = []
+    for of_ranks in zip(*by_rank, strict=True):
+        seconds = [sample.seconds for sample in of_ranks]
+        whole = max(seconds) if isinstance(of_ranks[0], TransferSample) else statistics.fmean(seconds)
+        merged.append(dataclasses.replace(of_ranks[0], seconds=whole))
+    return merged
+
+
+# ------------------------------------------------------------------------------------------------------ inside a rank
+
+
+def _measure_rank(device_type: str, quick: bool) -> list[Sample]:
+    effort = _QUICK if quick else _THOROUGH
+    place = torch.device("cuda", torch.cuda.current_device()) if device_type == "cuda" else torch.device("cpu")
+    samples: list[Sample] = []
+    _settle_allocator()
+    for probe in probes(device_type, quick=quick):
+        samples.append(_timed(probe, place, effort, backward=False))
+        if probe.backward:
+            samples.append(_timed(probe, place, effort, backward=True))
+    if dist.get_world_size() > 1:
+        samples += [_transfer(name, size, place, effort) for name in COLLECTIVES for size in effort.bytes]
+    return samples
+
+
+def _settle_allocator() -> None:
+    """glibc gives freed memory back to the system, to be mapped again page by page, until it has seen a large block
+    freed once (its limits are twice that, at most 64 MiB). A training step has seen one."""
+    torch.empty(_LARGEST_KEPT_BYTES, dtype=torch.uint8)
+
+
+def _timed(probe: Probe, device: torch.device, effort: _Effort, *, backward: bool) -> OperatorSample:
+    once = _backward_s if backward else _forward_s
+    inputs = probe.inputs(device, gradients=backward or probe.family == "dispatch")
+    once(probe, inputs)
+    if dist.get_world_size() > 1:
+        dist.barrier()  # ranks measure the same probe at the same time
+    least, most = effort.rounds
+    end = time.perf_counter() + effort.probe_s
+    rounds: list[float] = []
+    while len(rounds) < least or (len(rounds) < most and time.perf_counter() < end):
+        rounds.append(once(probe, inputs))
+    return OperatorSample(
+        family=probe.family,
+        operator=probe.operator,
+        backward=backward,
+        seconds=max(statistics.median(rounds), 1e-9),
+    )
+
+
+def _forward_s(probe: Probe, inputs: list[Tensor]) -> float:
+    with torch.set_grad_enabled(inputs[0].requires_grad):
+        return _seconds(lambda: _chain(probe, inputs), inputs[0].device) / probe.calls
+
+
+def _backward_s(probe: Probe, inputs: list[Tensor]) -> float:
+    on_gpu = inputs[0].is_cuda
+    outputs = [_chain(probe, inputs)[-1] for _ in range(_CUDA_REPEATS if on_gpu else 1)]
+    gradients = [torch.ones_like(output) for output in outputs]
+    left = iter(zip(outputs, gradients, strict=True))
+
+    def run() -> None:
+        output, gradient = next(left)
+        torch.autograd.grad(output, inputs[:1] if probe.chained else inputs, gradient)
+
+    return _seconds(run, inputs[0].device) / probe.calls
+
+
+def _chain(probe: Probe, inputs: list[Tensor]) -> list[Tensor]:
+    first, *others = inputs
+    outputs = []
+    for _ in range(probe.calls):
+        outputs.append(probe.function(first, *others))
+        first = outputs[-1] if probe.chained else first
+    return outputs
+
+
+def _seconds(run: Callable[[], object], device: torch.device) -> float:
+    """Seconds of one ``run``."""
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+        started = time.perf_counter()
+        for _ in range(_CUDA_REPEATS):
+            run()
+        torch.cuda.synchronize()
+        return (time.perf_counter() - started) / _CUDA_REPEATS
+    started = time.thread_time()
+    run()
+    return time.thread_time() - started
+
+
+def _transfer(name: str, size: int, device: torch.device, effort: _Effort) -> TransferSample:
+    ranks = dist.get_world_size()
+    elements = max(ranks, size // 4 // ranks * ranks)
+    run = _transfers(name, elements, device)
+    run()
+    calls = max(1, min(20, 2**20 // size))
+    least, most = effort.rounds
+    best = float("inf")
+    end = time.perf_counter() + effort.transfer_s
+    for done in range(most):
+        enough = torch.tensor(float(done >= least and time.perf_counter() > end), device=device)
+        dist.broadcast(enough, src=0)  # all ranks stop together, and start together
+        if enough.item():
+            break
+        started = time.perf_counter()
+        for _ in range(calls):
+            run()
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+        taken = torch.tensor((time.perf_counter() - started) / calls, device=device)
+        dist.all_reduce(taken, op=dist.ReduceOp.MAX)
+        best = min(best, taken.item())
+    return TransferSample(collective=name, ranks=ranks, bytes=4.0 * elements, seconds=best)
+
+
+def _transfers(name: str, elements: int, device: torch.device) -> Callable[[], object]:
+    """A call of the collective as the runtime makes it, on buffers of ``elements`` fp32 in all."""
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    whole = torch.zeros(elements, device=device)
+    mine = torch.zeros(elements // ranks, device=device)
+
+    def send() -> None:
+        if rank == 0:
+            dist.send(whole, 1)
+        elif rank == 1:
+            dist.recv(whole, 0)
+
+    return {
+        "all_reduce": lambda: dist.all_reduce(whole),
+        "all_gather": lambda: dist.all_gather(list(whole.chunk(ranks)), mine),
+        "reduce_scatter": lambda: dist.reduce_scatter(mine, list(whole.chunk(ranks))),
+        "send": send,
+    }[name]
