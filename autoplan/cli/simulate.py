@@ -1,0 +1,73 @@
+"""``autoplan simulate``: one step of a plan as a trace for a timeline viewer."""
+
+from __future__ import annotations
+
+import json as text_of
+import os
+import sys
+import tempfile
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from autoplan.cli import console, options
+from autoplan.errors import AutoplanError
+from autoplan.explain.text import percent, seconds
+from autoplan.plan import Plan
+
+Target = Annotated[
+    Path | None, typer.Option("-o", "--output", metavar="TRACE.json", help="Where to write it; - is stdout.")
+]
+Whole = Annotated[bool, typer.Option("--all", help="Write every action of a very long step.")]
+
+
+def simulate(path: options.PlanFile, output: Target = None, whole: Whole = False, json: options.Json = False) -> None:
+    """Trace one step of a plan: open the file at https://ui.perfetto.dev.
+
+    Example: autoplan simulate plan.json -o trace.json
+    """
+    from autoplan.report import step, trace
+
+    options.check_writable(None if output == Path("-") else output)
+    plan = Plan.load(path)
+    simulated = step.simulate(plan)
+    made = trace.trace(simulated, most_actions=sys.maxsize if whole else trace.MOST_ACTIONS)
+    written = text_of.dumps(made, separators=(",", ":")) + "\n"
+    facts = made["otherData"]
+    if output == Path("-"):
+        sys.stdout.write(written)
+    elif output is not None:
+        write_beside(output, written)
+    if json and output != Path("-"):
+        idle = [simulated.idle_share(stage) for stage in range(len(simulated.lanes))]
+        console.result_json({"schema": 1, **facts, "idle_share_of_stages": idle, "file": output and str(output)})
+    elif output is None:
+        console.result(f"{seconds(facts['end_s'])} a step, {facts['actions']:,} actions; add -o trace.json for a trace")
+    elif not json:
+        console.note(f"{seconds(facts['end_s'])} a step, {facts['actions']:,} actions in {output}")
+    _remarks(facts)
+
+
+def _remarks(facts: dict[str, float]) -> None:
+    if facts["left_out"]:
+        console.note(f"{facts['left_out']:,} actions amid the step are left out: --all writes them")
+    if facts["not_attributed_s"]:
+        share = percent(abs(facts["not_attributed_s"]) / facts["predicted_step_s"])
+        console.note(f"{share} of the predicted step is in no stage's times: the plan file is an older one")
+
+
+def write_beside(target: Path, text: str) -> None:
+    """Write ``text`` beside ``target`` and rename, so that a reader never sees half of it."""
+    try:
+        handle, temporary = tempfile.mkstemp(dir=target.absolute().parent, prefix=target.name, suffix=".part")
+        try:
+            with os.fdopen(handle, "w", encoding="utf-8") as file:
+                file.write(text)
+            os.chmod(temporary, 0o644)
+            os.replace(temporary, target)
+        except BaseException:
+            Path(temporary).unlink(missing_ok=True)
+            raise
+    except OSError as error:
+        raise AutoplanError(f"cannot write the file: {error.strerror}", where=str(target)) from None

@@ -1,0 +1,138 @@
+"""One step as a Chrome trace, for https://ui.perfetto.dev or chrome://tracing.
+
+A process is a stage (all its ranks do the same: one class), with a lane of compute (forward, backward, bubble, gradient
+synchronisation, optimizer), asynchronous slices for what it sends, arrows from a send to where it is used, and a
+counter of its memory. Times are microseconds, as the format wants.
+
+The counter stands at ``saved activations / in flight`` a micro-batch between its forward and its backward, over all
+other terms at their peak: its top is the stage's peak, and between the micro-batches it is an upper bound. It is flat
+where the optimizer's step is the peak, since the plan's terms are then those of a moment without saved activations.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from autoplan import schedules
+from autoplan.cost_models.schedule import Event
+from autoplan.plan import Plan
+from autoplan.report.step import Send, Step
+
+# Above this many actions only the first and the last windows are written, which show the warm-up and the end.
+MOST_ACTIONS = 20_000
+_COMPUTE = 0
+_MICRO = 1e6
+_GIB = 2**30
+_NAMES = {"F": "forward", "B": "backward"}
+_COLOURS = {"F": "thread_state_running", "B": "rail_animation", "bubble": "grey"}
+
+
+def trace(step: Step, *, most_actions: int = MOST_ACTIONS) -> dict[str, Any]:
+    """The trace as JSON-ready data; ``otherData.left_out`` is how many actions it does not show."""
+    plan = step.plan
+    head, tail = _windows(step, most_actions)
+    shown = [[e for e in lane if e.end_s <= head or e.start_s >= tail] for lane in step.lanes]
+    events: list[dict[str, Any]] = []
+    for stage in range(len(step.lanes)):
+        events += _names(plan, stage)
+        events += (_action(event) for event in shown[stage])
+        events += _gaps(step, stage, head, tail)
+        events += _tails(step, stage)
+        events += _memory(plan, stage, shown[stage])
+    for number, send in enumerate(step.sends()):
+        if send.used_s <= head or send.start_s >= tail:
+            events += _send(send, number)
+    return {
+        "traceEvents": sorted(events, key=lambda event: event.get("ts", -1.0)),
+        "displayTimeUnit": "ms",
+        "otherData": {
+            "model": plan.model.name,
+            "cluster": plan.cluster.spec,
+            "strategy": plan.strategy.describe(),
+            "predicted_step_s": plan.predicted.step_time_s,
+            "end_s": step.end_s,
+            "not_attributed_s": step.unexplained_s,
+            "actions": step.actions,
+            "left_out": step.actions - sum(map(len, shown)),
+        },
+    }
+
+
+def _windows(step: Step, most_actions: int) -> tuple[float, float]:
+    """Seconds: what ends before the first or starts after the second is written."""
+    if step.actions <= most_actions:
+        return step.end_s, step.end_s
+    half = max(1, most_actions // (2 * len(step.lanes)))
+    return min(lane[half].start_s for lane in step.lanes), max(lane[-half].start_s for lane in step.lanes)
+
+
+def _names(plan: Plan, stage: int) -> Iterator[dict[str, Any]]:
+    width = plan.gpus_used // len(plan.stages)
+    first = stage * width
+    ranks = f"rank {first}" if width == 1 else f"ranks {first}-{first + width - 1}, all alike"
+    layers = plan.stages[stage]
+    name = f"stage {stage}: {ranks}, layers {layers.first_layer}-{layers.last_layer}"
+    yield {"ph": "M", "pid": stage, "name": "process_name", "args": {"name": name}}
+    yield {"ph": "M", "pid": stage, "name": "process_sort_index", "args": {"sort_index": stage}}
+    yield {"ph": "M", "pid": stage, "tid": _COMPUTE, "name": "thread_name", "args": {"name": "compute"}}
+
+
+def _slice(stage: int, name: str, category: str, start_s: float, end_s: float, **more: Any) -> dict[str, Any]:
+    span = {"ts": start_s * _MICRO, "dur": (end_s - start_s) * _MICRO}
+    return {"ph": "X", "pid": stage, "tid": _COMPUTE, "name": name, "cat": category, **span, **more}
+
+
+def _action(event: Event) -> dict[str, Any]:
+    stage, kind, micro_batch = event.action
+    arguments = {"micro_batch": micro_batch, "action": str(event.action)}
+    name = f"{kind}{micro_batch}"
+    return _slice(stage, name, _NAMES[kind], event.start_s, event.end_s, cname=_COLOURS[kind], args=arguments)
+
+
+def _gaps(step: Step, stage: int, head: float, tail: float) -> Iterator[dict[str, Any]]:
+    for since, to in step.bubbles(stage):
+        if to <= head or since >= tail:
+            yield _slice(stage, "bubble", "bubble", since, to, cname=_COLOURS["bubble"])
+    hidden = [e for e in step.lanes[stage] if e.end_s > head and e.start_s < tail]
+    if hidden:
+        name = f"{len(hidden)} actions not shown"
+        yield _slice(stage, name, "not shown", hidden[0].start_s, hidden[-1].end_s)
+
+
+def _tails(step: Step, stage: int) -> Iterator[dict[str, Any]]:
+    for tail in step.tails[stage]:
+        yield _slice(stage, tail.what, tail.what, tail.start_s, tail.end_s)
+
+
+def _memory(plan: Plan, stage: int, shown: list[Event]) -> Iterator[dict[str, Any]]:
+    """A sample where a forward begins (what it saves is there at its end at the latest) and where a backward ends."""
+    strategy, described = plan.strategy, plan.stages[stage]
+    total = strategy.micro_batches
+    most = schedules.in_flight(strategy.schedule, stage=stage, stages=len(plan.stages), micro_batches=total)
+    saved = described.memory_terms.get("saved_activations", 0.0)
+    others = described.peak_memory_bytes - saved
+    yield _counter(stage, 0.0, others, 0.0)
+    for event in shown:
+        _, kind, micro_batch = event.action
+        forward = kind == "F"
+        # Micro-batches run in order, so that a number says how many came before, shown or not.
+        held = min(micro_batch + 1, most) if forward else min(total, micro_batch + most) - micro_batch - 1
+        yield _counter(stage, event.start_s if forward else event.end_s, others, saved * held / most)
+
+
+def _counter(stage: int, at_s: float, others: float, saved: float) -> dict[str, Any]:
+    values = {"all else, at its peak": others / _GIB, "saved activations": saved / _GIB}
+    return {"ph": "C", "pid": stage, "name": "memory (GiB)", "ts": at_s * _MICRO, "args": values}
+
+
+def _send(send: Send, number: int) -> Iterator[dict[str, Any]]:
+    what = "activations" if send.kind == "F" else "gradients"
+    name = f"send {what} {send.micro_batch} to stage {send.target}"
+    span = {"pid": send.source, "tid": _COMPUTE, "cat": "send", "name": name, "id": number}
+    yield {"ph": "b", **span, "ts": send.start_s * _MICRO}
+    yield {"ph": "e", **span, "ts": send.end_s * _MICRO}
+    flow = {"cat": "send", "name": what, "id": number, "tid": _COMPUTE}
+    # An arrow starts inside the slice that sends: at its very end it would belong to the next one.
+    yield {"ph": "s", **flow, "pid": send.source, "ts": send.start_s * _MICRO - 1e-3}
+    yield {"ph": "f", "bp": "e", **flow, "pid": send.target, "ts": send.used_s * _MICRO}

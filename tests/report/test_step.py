@@ -1,0 +1,146 @@
+"""The step retold from a plan: it ends when the plan says, and every action, send and wait is there once."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import re
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from autoplan.errors import StrategyError
+from autoplan.plan import Plan
+from autoplan.report import step, terminal, trace
+from autoplan.search import search
+from tests.support.layer_graphs import Dense, cluster, problem
+
+
+def planned(stages: int, *, layers: int = 16, **forced: object) -> Plan:
+    nodes = max(1, stages // 8)
+    each = [Dense(elements=4_000_000 + 100_000 * i, saved=128 * 2**20) for i in range(layers)]
+    return search(problem(each, cluster(-(-stages // nodes), nodes=nodes), forced={"pipeline": stages, **forced}))
+
+
+@pytest.fixture(scope="module")
+def plan() -> Plan:
+    return planned(4)
+
+
+@settings(max_examples=12, deadline=None)
+@given(stages=st.sampled_from((1, 2, 4, 8)), schedule=st.sampled_from(("1f1b", "gpipe")), micro=st.sampled_from((1, 4)))
+def test_the_step_ends_when_the_plan_says(stages: int, schedule: str, micro: int) -> None:
+    plan = planned(stages, schedule=schedule, micro_batch_size=micro)
+    simulated = step.simulate(plan)
+    assert simulated.end_s == pytest.approx(plan.predicted.step_time_s, rel=1e-9)
+    assert simulated.unexplained_s == 0.0
+    assert sum(map(simulated.idle_share, range(stages))) / stages == pytest.approx(
+        plan.predicted.bubble_fraction, abs=1e-5
+    )
+
+
+def test_a_plan_file_without_the_stages_times_says_what_is_missing(plan: Plan) -> None:
+    data = plan.to_dict()
+    for stage in data["stages"]:
+        for name in ("send_s", "synchronise_s", "optimizer_s"):
+            del stage[name]
+    simulated = step.simulate(Plan.from_json(json.dumps(data)))
+    assert 0 < simulated.unexplained_s < 0.2 * plan.predicted.step_time_s
+    assert simulated.end_s == pytest.approx(plan.predicted.step_time_s)
+    text = terminal.timeline(simulated)
+    assert "older plan file" in " ".join(text.split())
+
+
+def test_every_send_arrives_before_it_is_used(plan: Plan) -> None:
+    sends = list(step.simulate(plan).sends())
+    # Three boundaries, there and back.
+    assert len(sends) == 2 * 3 * plan.strategy.micro_batches
+    assert all(send.start_s <= send.end_s <= send.used_s + 1e-12 for send in sends)
+
+
+def test_the_trace_holds_every_action_once_and_ends_with_the_step(plan: Plan) -> None:
+    made = trace.trace(step.simulate(plan))
+    events = made["traceEvents"]
+    slices = [event for event in events if event["ph"] == "X"]
+    actions = [event for event in slices if event["cat"] in ("forward", "backward")]
+    assert len(actions) == 2 * 4 * plan.strategy.micro_batches == made["otherData"]["actions"]
+    assert len({event["args"]["action"] for event in actions}) == len(actions)
+    assert max(e["ts"] + e["dur"] for e in slices) == pytest.approx(plan.predicted.step_time_s * 1e6, rel=1e-9)
+    assert {"bubble", "gradient synchronisation", "optimizer"} >= {e["cat"] for e in slices} - {"forward", "backward"}
+    names = [event["args"]["name"] for event in events if event["name"] == "process_name"]
+    assert len(names) == 4 and names[1].startswith("stage 1: rank 1, layers ")
+    json.dumps(made, allow_nan=False)
+
+
+def test_slices_of_a_stage_do_not_overlap_and_fill_the_step(plan: Plan) -> None:
+    slices = [event for event in trace.trace(step.simulate(plan))["traceEvents"] if event["ph"] == "X"]
+    for stage in range(4):
+        at = 0.0
+        for event in sorted((e for e in slices if e["pid"] == stage), key=lambda e: (e["ts"], e["dur"])):
+            assert event["ts"] == pytest.approx(at, abs=1.0)
+            at = event["ts"] + event["dur"]
+        assert at == pytest.approx(plan.predicted.step_time_s * 1e6, rel=1e-5)
+
+
+def test_arrows_join_a_send_to_its_use(plan: Plan) -> None:
+    events = trace.trace(step.simulate(plan))["traceEvents"]
+    starts, ends = ({e["id"]: e for e in events if e["ph"] == kind} for kind in "sf")
+    assert starts.keys() == ends.keys() and len(starts) == 2 * 3 * plan.strategy.micro_batches
+    assert all(ends[i]["ts"] >= starts[i]["ts"] and abs(ends[i]["pid"] - starts[i]["pid"]) == 1 for i in starts)
+
+
+def test_the_memory_counter_tops_out_at_the_stages_peak(plan: Plan) -> None:
+    events = trace.trace(step.simulate(plan))["traceEvents"]
+    for stage, described in enumerate(plan.stages):
+        samples = [sum(e["args"].values()) for e in events if e["ph"] == "C" and e["pid"] == stage]
+        assert max(samples) * 2**30 == pytest.approx(described.peak_memory_bytes)
+        assert samples[0] == samples[-1] < max(samples)
+
+
+def test_a_very_long_step_shows_its_beginning_and_its_end(plan: Plan) -> None:
+    whole = step.simulate(plan)
+    made = trace.trace(whole, most_actions=64)
+    actions = [e for e in made["traceEvents"] if e.get("cat") in ("forward", "backward")]
+    assert made["otherData"]["left_out"] == whole.actions - len(actions) > 0
+    assert {"0F0", f"0B{plan.strategy.micro_batches - 1}"} <= {event["args"]["action"] for event in actions}
+    gaps = [event for event in made["traceEvents"] if event.get("cat") == "not shown"]
+    assert sum(int(event["name"].split()[0]) for event in gaps) == made["otherData"]["left_out"]
+
+
+def test_a_step_without_end_is_refused(plan: Plan) -> None:
+    endless = dataclasses.replace(plan, strategy=dataclasses.replace(plan.strategy, micro_batches=10**9))
+    with pytest.raises(StrategyError, match="too many to draw"):
+        step.simulate(endless)
+    with pytest.raises(StrategyError, match="interleaved"):
+        step.simulate(dataclasses.replace(plan, strategy=dataclasses.replace(plan.strategy, schedule="interleaved")))
+
+
+@pytest.mark.parametrize("stages", [1, 4, 16])
+def test_the_terminal_timeline_keeps_80_columns(stages: int) -> None:
+    text = terminal.timeline(step.simulate(planned(stages, layers=32)))
+    assert max(map(len, text.splitlines())) <= 80 and text.isascii()
+    rows = [line for line in text.splitlines() if line.endswith("%")]
+    assert len(rows) == stages
+
+
+def test_the_terminal_timeline_is_to_scale() -> None:
+    """One stage: the forwards take their share of the columns, their numbers included."""
+    plan = planned(1, layers=2, micro_batch_size=16)
+    simulated = step.simulate(plan)
+    row = next(line for line in terminal.timeline(simulated).splitlines() if line.startswith("     0 |"))
+    track = row.split("|")[1]
+    assert len(track) == terminal.TRACK
+    share = plan.strategy.micro_batches * plan.stages[0].forward_s / plan.predicted.step_time_s
+    forwards = sum(map(len, re.findall(r"F[F\d]*", track)))
+    assert forwards / terminal.TRACK == pytest.approx(share, abs=0.04)
+
+
+def test_stages_wait_in_the_drawing_where_they_wait(plan: Plan) -> None:
+    simulated = step.simulate(plan)
+    text = terminal.timeline(simulated)
+    first = text[text.index("its beginning") :].splitlines()[1:5] if "its beginning" in text else []
+    rows = first or [line for line in text.splitlines() if line.endswith("%")]
+    # Stage s starts with what the stages before it take: its row begins with more waiting than the one above.
+    waits = [len(row.split("|")[1]) - len(row.split("|")[1].lstrip(".")) for row in rows]
+    assert waits[0] == 0 and waits == sorted(waits) and waits[-1] > 0
