@@ -2,7 +2,8 @@
 
 *Allocated* between steps: states (bf16 weights, fp32 gradients, master weights and moments, the last three divided by
 the data degree as its distributed optimizer does) and the workspaces. *Peak*: also the activations in flight. An
-interleaved last stage warms up with (v - 1) p + 1 chunks (Narayanan et al. 2021, section 2.2).
+interleaved last stage warms up with (v - 1) p + 1 chunks (Narayanan et al. 2021, section 2.2). Experts:
+:mod:`tests.regression.megatron_experts`.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from autoplan.cost_models.memory import layer_saved_bytes, stage_memory
 from autoplan.cost_models.recipes import recipe
 from autoplan.layers.types import LayerKind
 from autoplan.plan import Strategy
+from tests.regression.megatron_experts import Experts, dense_part, expert_part
 from tests.regression.peaks import BLOCK_OPERATORS, with_loss
 from tests.regression.runs import DATA, read_rows
 from tests.regression.transformer import Shape, block, embedding, head
@@ -30,6 +32,7 @@ STREAMS = 2
 WORKSPACE_DETERMINISTIC = 32.0
 WORKSPACE_DEFAULT = {"A100": 8.125, "H100": 32.0}
 WORKSPACE_ENGINE = {"A100": 4.0, "H100": 32.0}
+EXPERT_STREAMS = 4  # the engine's grouped products run on four streams of their own
 STATES = ("weights", "gradients", "master_weights", "optimizer_state", "workspace")
 OUTSIDE = ("context", "communication_buffers", "allocator_reserve")  # of "allocated"; gradients are reduced in place
 READING: dict[str, Any] = tomllib.loads((DATA / "megatron_ci.toml").read_text(encoding="utf-8"))
@@ -78,8 +81,6 @@ def read_readings() -> tuple[list[Reading], dict[str, str]]:
 
 
 def _why_not(reading: Reading) -> str:
-    if reading.row["num-experts"]:
-        return "tokens of an expert depend on the router"
     if reading.said("use-megatron-fsdp"):
         return "buffers of Megatron's FSDP"
     return next((why for part, why in READING["left_out"].items() if part in reading.row["test"]), "")
@@ -88,7 +89,8 @@ def _why_not(reading: Reading) -> str:
 def predict(reading: Reading) -> tuple[float, float]:
     """Bytes allocated between steps, and at the peak."""
     shape, strategy = _shape(reading), _strategy(reading)
-    middle = block(shape)
+    experts = _experts(reading)
+    middle = dense_part(block(shape), shape, experts) if experts else block(shape)
     layers = shape.layers // strategy.pipeline
     kinds = [middle] * layers + [_head(reading, shape)]
     if strategy.pipeline == 1:
@@ -105,9 +107,44 @@ def predict(reading: Reading) -> tuple[float, float]:
     terms["saved_activations"] += _warm_up(reading, strategy, layers) * layer_saved_bytes(
         middle, policy=policy, samples=strategy.micro_batch_size
     )
+    if experts:
+        for name, value in _expert_states(reading, shape, experts, layers).items():
+            terms[name] += value
     terms["workspace"] = _workspace(reading)
     peak = sum(value for name, value in terms.items() if name not in OUTSIDE)
     return sum(terms[name] for name in STATES), peak
+
+
+def _experts(reading: Reading) -> Experts | None:
+    if not reading.row["num-experts"]:
+        return None
+    count = reading.count("num-experts")
+    return Experts(
+        count=count,
+        visited=reading.count("moe-router-topk"),
+        local=count // reading.count("expert-model-parallel-size"),
+        tensor=_expert_tensor(reading),
+        gated=reading.said("swiglu"),
+    )
+
+
+def _expert_tensor(reading: Reading) -> int:
+    return reading.count("expert-tensor-parallel-size", reading.count("tensor-model-parallel-size"))
+
+
+def _expert_states(reading: Reading, shape: Shape, experts: Experts, layers: int) -> dict[str, float]:
+    """States of the experts, which are replicated over fewer ranks than the rest."""
+    strategy = _strategy(reading)
+    ranks = strategy.pipeline * reading.count("expert-model-parallel-size") * _expert_tensor(reading)
+    terms = stage_memory(
+        [expert_part(shape, experts)] * layers,
+        strategy=dataclasses.replace(strategy, data=GPUS // ranks),
+        stage=strategy.pipeline - 1,
+        recipe=recipe("bf16-megatron"),
+        device=Cluster.parse("1xH100").device,
+        recompute=["none"] * layers,
+    )
+    return {name: terms[name] for name in STATES if name != "workspace"}
 
 
 def _warm_up(reading: Reading, strategy: Strategy, layers: int) -> float:
@@ -123,7 +160,10 @@ def _workspace(reading: Reading) -> float:
     gpu, name = reading.row["gpu"], reading.row["test"]
     free = any(part in name for part in READING["not_deterministic"]["names"])
     stream = WORKSPACE_DEFAULT[gpu] if free else WORKSPACE_DETERMINISTIC
-    engine = 0.0 if reading.row["transformer-impl"] == "local" else WORKSPACE_ENGINE[gpu]
+    local = reading.row["transformer-impl"] == "local" and "_te_" not in name
+    engine = 0.0 if local else WORKSPACE_ENGINE[gpu]
+    if reading.row["num-experts"] and any(part in name for part in READING["grouped"]["names"]):
+        engine *= 1 + EXPERT_STREAMS
     return (STREAMS * stream + engine) * MIB
 
 
