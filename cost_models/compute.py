@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
 # Views are free on the device; the host still dispatches them, at about a third of a kernel's cost.
 _VIEW_DISPATCH = 0.3
+_CAST_PASSES = {"fp8": 3.0, "fp4": 6.0}
 _FUSIBLE = ("elementwise", "normalization", "softmax", "reduction", "copy", "other")
 
 
@@ -95,11 +96,12 @@ def _until_last_saved(kind: LayerKind) -> LayerKind:
 
 
 def optimizer_step_s(elements: float, device: Device, *, bytes_per_element: float) -> float:
-    """Seconds of a fused element-wise optimizer step over ``elements`` parameters on this rank.
+    """Seconds of an element-wise optimizer step over ``elements`` parameters on this rank: fused, but on a CPU.
 
     ``bytes_per_element``: everything read and written for one parameter (:attr:`memory.Recipe.step_bytes`).
     """
-    return elements * bytes_per_element / (device.memory_bytes_per_s * device.memory_efficiency) + device.launch_s
+    passes = cpu.OPTIMIZER_PASSES if device.is_cpu else 1.0
+    return _memory_s(passes * elements * bytes_per_element, device) + device.launch_s
 
 
 def gradient_accumulation_s(elements: float, device: Device, *, bytes_per_element: float) -> float:
@@ -182,10 +184,10 @@ def _backward_bytes(op: Operator, samples: int) -> float:
 
 def _cast_bytes(op: Operator, samples: int) -> float:
     """Quantising one operand of an 8-bit or 4-bit product: read for the scale, read again, written twice (as it is and
-    transposed, for the backward). The operand's 16-bit bytes are about those that the operator reads."""
-    if short_dtype(op.dtype) not in ("fp8", "fp4"):
-        return 0.0
-    return 3.0 * (op.read_bytes * samples + op.parameter_bytes)
+    transposed, for the backward). The operand's 16-bit bytes are about those that the operator reads. Four bits need a
+    random Hadamard transform and scales of two levels on top (NVFP4, arXiv 2509.25149, section 4)."""
+    passes = _CAST_PASSES.get(short_dtype(op.dtype), 0.0)
+    return passes * (op.read_bytes * samples + op.parameter_bytes)
 
 
 def _traffic(op: Operator, software: Software) -> float:

@@ -46,32 +46,32 @@ def gemm_time_s(gemm: Gemm, device: Device, *, dtype: str, samples: int, product
     if device.is_cpu:
         return 2.0 * m * gemm.n * gemm.k * groups / (device.flops(short_dtype(dtype)) * device.gemm_efficiency)
     peak = device.flops(short_dtype(dtype)) * device.gemm_efficiency
-    return (
-        2.0
-        * m
-        * gemm.n
-        * gemm.k
-        * groups
-        / (peak * shape_efficiency(*sizes[product], groups=groups, sms=device.sms, dtype=short_dtype(dtype)))
+    efficiency = shape_efficiency(
+        *sizes[product], groups=groups, sms=device.sms, dtype=short_dtype(dtype), rows=(gemm.n, gemm.k)
     )
+    return 2.0 * m * gemm.n * gemm.k * groups / (peak * efficiency)
 
 
 @functools.lru_cache(maxsize=65536)
-def shape_efficiency(m: int, n: int, k: int, *, groups: int, sms: int, dtype: str) -> float:
-    """Share (0 to 1) of the device's best product rate that ``groups`` products [m, k] x [k, n] reach."""
+def shape_efficiency(m: int, n: int, k: int, *, groups: int, sms: int, dtype: str, rows: tuple[int, ...] = ()) -> float:
+    """Share (0 to 1) of the device's best product rate that ``groups`` products [m, k] x [k, n] reach.
+
+    ``rows``: elements of the operands' rows in memory, n and k unless given. In all three products of a linear layer
+    they are the forward's n and k (x [m, k], w [n, k], y [m, n]): the tokens that an expert got never misalign.
+    """
     depth = _DEPTH * 2 / dtype_bytes(dtype)
     useful = m * n * k * groups
     best = 0.0
-    for rows, columns, tile_efficiency in _TILES:
-        tiles = math.ceil(m / rows) * math.ceil(n / columns) * groups
+    for tile_rows, columns, tile_efficiency in _TILES:
+        tiles = math.ceil(m / tile_rows) * math.ceil(n / columns) * groups
         for split in _SPLITS:
             if split > 1 and (k / split < 512 or tiles * split > 2 * sms):
                 break
             waves = math.ceil(tiles * split / sms)
             # Partial sums are written and read in fp32: as many elements of depth again for each further split.
             deep = k / split + depth * (1 if split == 1 else 2)
-            capacity = waves * sms * rows * columns * deep
+            capacity = waves * sms * tile_rows * columns * deep
             best = max(best, useful * tile_efficiency / capacity)
-    if dtype in _TENSOR_DTYPES and any(size * dtype_bytes(dtype) % 16 for size in (n, k)):
+    if dtype in _TENSOR_DTYPES and any(size * dtype_bytes(dtype) % 16 for size in rows or (n, k)):
         best *= _MISALIGNED if groups == 1 else _MISALIGNED_BATCHED
     return max(min(best, 1.0), 1e-6)

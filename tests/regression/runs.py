@@ -1,9 +1,13 @@
 """Published runs as data, and what the cost models say of each.
 
 ``data/measurements.csv`` holds the dense runs of eight sources that state micro-batch, degrees and step time, with the
-place where each was read. Left out: rows whose source or transcription is marked suspect, mixtures of experts, context
-parallelism, and torchtitan's row-wise fp8 (its authors flag that baseline as slow). ``layer_times.csv`` and
-``analytic_memory.csv`` are Korthikanti et al. 2022's tables.
+place where each was read, ``data/megatron_bridge.csv`` those of NVIDIA's tables of 2025 and 2026, with its mixtures of
+experts. Left out: rows whose source or transcription is marked suspect, adapters, context parallelism, and torchtitan's
+row-wise fp8 (its authors flag that baseline as slow). ``layer_times.csv`` and ``analytic_memory.csv`` are Korthikanti
+et al. 2022's tables.
+
+How a source's software behaves is its profile in :mod:`autoplan.cost_models.software`; what a source does not state is
+assumed for all of its rows, in the constants below.
 """
 
 from __future__ import annotations
@@ -11,12 +15,13 @@ from __future__ import annotations
 import csv
 import dataclasses
 import math
+import re
 from dataclasses import dataclass
 from pathlib import Path
 
 from autoplan import schedules
 from autoplan.cluster import Cluster
-from autoplan.cost_models.communication import Group, all_reduce_s, boundary_send_s, tensor_time
+from autoplan.cost_models.communication import Group, all_reduce_s, boundary_send_s, dispatch_s, tensor_time
 from autoplan.cost_models.compute import (
     OperatorTime,
     gradient_accumulation_s,
@@ -29,6 +34,8 @@ from autoplan.cost_models.data_parallel import DataParallelTime, data_parallel_t
 from autoplan.cost_models.memory import count_elements, recipe
 from autoplan.cost_models.schedule import simulate
 from autoplan.cost_models.software import (
+    BRIDGE,
+    BRIDGE_GRAPHS,
     COMPILED,
     COMPILED_ASYNC_TENSOR,
     DEEPSPEED_PIPELINE,
@@ -43,11 +50,12 @@ from autoplan.cost_models.software import (
 )
 from autoplan.layers.types import LayerKind
 from autoplan.plan import Strategy
+from tests.regression.mixture import Mixture, mixture_block
 from tests.regression.transformer import Shape, block, embedding, head
 
 DATA = Path(__file__).parent / "data"
 FSDP = ("llm_foundry", "torchtitan")
-FUSED_ATTENTION = (*FSDP, "nemo_24")
+FUSED_ATTENTION = (*FSDP, "nemo_24", "megatron_bridge")
 SOFTWARE = {
     "korthikanti2022": MEGATRON_2022,
     "nemo_24": TRANSFORMER_ENGINE,
@@ -55,6 +63,8 @@ SOFTWARE = {
     "bloom_grid": DEEPSPEED_PIPELINE,
     "bigscience_v100": DEEPSPEED_PIPELINE,
 }
+TRANSFORMER_ENGINES = ("nemo_24", "megatron_bridge")  # distributed optimizer and sequence parallelism by default
+NVLINK_DOMAIN = 64  # of 72 GPUs: jobs take powers of two
 WHOLE_SENDS = ("bloom_grid", "bigscience_v100", "dlperf_v100")
 PADDED = ("bloom_grid", "bigscience_v100")
 VOCABULARY_MULTIPLE = 128  # Megatron pads the table to this, times the tensor degree
@@ -75,6 +85,7 @@ class Run:
     gradient_bytes: float  # of one element on the wire
     peak_memory_gb: float | None
     step_time_s: float
+    mixture: Mixture | None = None
 
 
 def read_rows(name: str) -> list[dict[str, str]]:
@@ -84,7 +95,8 @@ def read_rows(name: str) -> list[dict[str, str]]:
 
 def read_runs() -> list[Run]:
     """All runs that finished a step."""
-    return [_run(row) for row in read_rows("measurements") if row["step_time_s"]]
+    rows = read_rows("measurements") + read_rows("megatron_bridge")
+    return [_run(row) for row in rows if row["step_time_s"]]
 
 
 def read_out_of_memory() -> list[Run]:
@@ -101,10 +113,11 @@ def _run(row: dict[str, str]) -> Run:
         data=count("dp"),
         tensor=count("tp"),
         pipeline=count("pp"),
-        zero_stage=count("zero_stage", 1 if row["source"] == "nemo_24" else 0),
+        zero_stage=count("zero_stage", 1 if row["source"] in TRANSFORMER_ENGINES else 0),
+        expert=int(row.get("ep") or 1),
         micro_batch_size=count("micro_batch"),
         micro_batches=count("global_batch") // (count("dp") * count("micro_batch")),
-        sequence_parallel=row["sequence_parallel"] == "1" or row["source"] == "nemo_24",
+        sequence_parallel=row["sequence_parallel"] == "1" or row["source"] in TRANSFORMER_ENGINES,
     )
     fsdp = row["source"] in FSDP
     multiple = VOCABULARY_MULTIPLE * strategy.tensor if row["source"] in PADDED else 1
@@ -134,11 +147,33 @@ def _run(row: dict[str, str]) -> Run:
         software=_software(row),
         gradient_bytes=2.0 if "mp=pure" in notes or not fsdp else 4.0,
         step_time_s=float(row["step_time_s"] or 0),
+        mixture=_mixture(row),
         peak_memory_gb=float(row["peak_mem_gb"]) if row["peak_mem_gb"] else None,
     )
 
 
+def _mixture(row: dict[str, str]) -> Mixture | None:
+    if row["family"] != "moe":
+        return None
+    latent = row["model"].startswith(("DeepSeek", "Kimi"))
+    return Mixture(
+        experts=int(row["experts"]),
+        topk=int(row["topk"]),
+        ffn=int(row["ffn"]),
+        parallel=min(int(row["ep"]), int(row["dp"]) * int(row["tp"])),
+        shared_ffn=int(row["ffn"]) if latent else 0,
+        latent=latent,
+        window=128 if row["model"].startswith("GPT OSS") else 0,
+        biases=row["model"].startswith("GPT OSS"),
+    )
+
+
 def _software(row: dict[str, str]) -> Software:
+    if row["source"] == "megatron_bridge":
+        release = re.search(r'"(\d\d\.\d\d)', row["where_found"])
+        # Of 26.06 on, the tables of H100, B200 and B300 repeat 26.04's times; the rack-scale machines' recipes changed.
+        graphs = release and release[1] >= "26.06" and row["gpu"].startswith("GB")
+        return BRIDGE_GRAPHS if graphs else BRIDGE
     if row["source"] in SOFTWARE:
         return SOFTWARE[row["source"]]
     if row["source"] == "narayanan2021":
@@ -160,7 +195,7 @@ def _policy(row: dict[str, str]) -> str:
 
 def _cluster(row: dict[str, str]) -> Cluster:
     gpus, per_node = int(row["gpus"]), int(row["gpus_per_node"])
-    per_node = min(gpus, per_node)
+    per_node = min(gpus, NVLINK_DOMAIN if row["gpu"].startswith("GB") else per_node)
     cluster = Cluster.parse(f"{gpus // per_node}x{per_node}x{row['gpu']}")
     if row["inter_gbps_per_gpu"]:
         inter = dataclasses.replace(cluster.inter, bytes_per_s=float(row["inter_gbps_per_gpu"]) * 1e9 / 8)
@@ -214,7 +249,7 @@ def _interleaved_s(run: Run, times: list[OperatorTime], sends: list[float]) -> f
 def split_stages(run: Run) -> list[list[LayerKind]]:
     """The layers of each stage: blocks as even as they go, the embedding first and the head last."""
     pipeline, layers = run.strategy.pipeline, run.shape.layers
-    middle = block(run.shape)
+    middle = mixture_block(run.shape, run.mixture) if run.mixture else block(run.shape)
     # What does not divide is left to the middle stages: embedding and head weigh on the outer ones.
     counts = [layers // pipeline] * pipeline
     for extra in range(layers % pipeline):
@@ -239,9 +274,20 @@ def _stage_time(run: Run, kinds: list[LayerKind]) -> OperatorTime:
             policy = run.recompute if kind.collectives or len(kind.operators) > 5 else "none"
             again = _again_s(run, kind, policy)
             again += tensor.forward_s if policy == "full" else 0.0
-            priced[id(kind)] = compute + tensor + OperatorTime(backward_s=again)
+            priced[id(kind)] = compute + tensor + _routing_time(run, kind) + OperatorTime(backward_s=again)
         total += priced[id(kind)]
     return total
+
+
+def _routing_time(run: Run, kind: LayerKind) -> OperatorTime:
+    """Dispatch and combine of a layer with experts, and their mirrors in the backward."""
+    if run.mixture is None or len(kind.operators) <= 5:
+        return OperatorTime()
+    group = Group(size=run.mixture.parallel, stride=1)
+    seconds = dispatch_s(run.cluster, group, kind.input_bytes * run.strategy.micro_batch_size, topk=run.mixture.topk)
+    seconds *= 2 * (1 - run.software.expert_overlap)
+    seconds += run.software.expert_wait_s
+    return OperatorTime(forward_s=seconds, backward_s=seconds)
 
 
 def _again_s(run: Run, kind: LayerKind, policy: str) -> float:
@@ -259,10 +305,28 @@ def _again_s(run: Run, kind: LayerKind, policy: str) -> float:
 
 
 def _data_time(run: Run, kinds: list[LayerKind], time: OperatorTime) -> DataParallelTime:
-    elements = count_elements(kinds).total
+    """Experts are replicated over the ranks that share no expert axis, which lies over tensor and data."""
+    routed: float = sum(p.elements for kind in kinds for p in kind.parameters if p.role == "experts")
+    whole = _synchronisation(run, kinds, time, elements=count_elements(kinds).total - routed, strategy=run.strategy)
+    if not routed:
+        return whole
+    spread = run.mixture.parallel if run.mixture else 1
+    copies = run.strategy.data * run.strategy.tensor // spread
+    apart = dataclasses.replace(run.strategy, data=copies, tensor=spread)
+    experts = _synchronisation(run, kinds, time, elements=routed, strategy=apart)
+    return DataParallelTime(
+        forward_s=whole.forward_s + experts.forward_s,
+        backward_s=whole.backward_s + experts.backward_s,
+        step_s=whole.step_s + experts.step_s,
+    )
+
+
+def _synchronisation(
+    run: Run, kinds: list[LayerKind], time: OperatorTime, *, elements: float, strategy: Strategy
+) -> DataParallelTime:
     return data_parallel_time(
         run.cluster,
-        strategy=run.strategy,
+        strategy=strategy,
         weight_bytes=2.0 * elements,
         gradient_bytes=run.gradient_bytes * elements,
         layers=len(kinds),

@@ -52,7 +52,7 @@ class Shape:
         return self.tensor if self.sequence_parallel else 1
 
 
-def _linear(shape: Shape, name: str, n: int, k: int, *, saved: float = 0.0, dtype: str = "") -> Operator:
+def linear(shape: Shape, name: str, n: int, k: int, *, saved: float = 0.0, dtype: str = "") -> Operator:
     s = shape.seq
     flops = 2.0 * s * n * k
     return Operator(
@@ -70,7 +70,7 @@ def _linear(shape: Shape, name: str, n: int, k: int, *, saved: float = 0.0, dtyp
     )
 
 
-def _moving(
+def moving(
     shape: Shape, name: str, read: float, written: float, *, saved: float = 0.0, kind: str = "elementwise", **more: bool
 ) -> Operator:
     """An operator that is priced by what it moves; ``read`` and ``written`` in bytes."""
@@ -86,10 +86,10 @@ def _moving(
     )
 
 
-def _norm(shape: Shape, row: float) -> Operator:
+def norm(shape: Shape, row: float) -> Operator:
     """Eager RMSNorm reads 2 + 4 + 4 + 4 + 4 + 2 and writes 4 + 4 + 4 + 2 + 2 bytes for an element of 2."""
     read, written = (1, 1) if shape.fused else (10, 8)
-    return _moving(shape, "norm", read * row, written * row, saved=row, kind="normalization")
+    return moving(shape, "norm", read * row, written * row, saved=row, kind="normalization")
 
 
 def _unfused_core(shape: Shape) -> tuple[Operator, ...]:
@@ -113,8 +113,8 @@ def _unfused_core(shape: Shape) -> tuple[Operator, ...]:
             gemm=Gemm(m=s, n=s, k=d, groups=heads, batch_in_groups=True),
             **product,  # type: ignore[arg-type]
         ),
-        _moving(shape, "softmax", HALF * scores, HALF * scores, saved=HALF * scores, kind="softmax", core=True),
-        _moving(shape, "dropout", HALF * scores, 3 * scores, saved=3 * scores, core=True),
+        moving(shape, "softmax", HALF * scores, HALF * scores, saved=HALF * scores, kind="softmax", core=True),
+        moving(shape, "dropout", HALF * scores, 3 * scores, saved=3 * scores, core=True),
         Operator(
             name="context",
             read_bytes=HALF * scores + whole,
@@ -122,11 +122,11 @@ def _unfused_core(shape: Shape) -> tuple[Operator, ...]:
             gemm=Gemm(m=s, n=d, k=s, groups=heads, batch_in_groups=True),
             **product,  # type: ignore[arg-type]
         ),
-        _moving(shape, "transpose", whole, whole, saved=whole, kind="copy"),
+        moving(shape, "transpose", whole, whole, saved=whole, kind="copy"),
     )
 
 
-def _flash_core(shape: Shape) -> tuple[Operator, ...]:
+def flash_core(shape: Shape) -> tuple[Operator, ...]:
     s, heads, d = shape.seq, shape.heads // shape.tensor, shape.width
     attention = Attention(
         heads=heads,
@@ -161,39 +161,39 @@ def block(shape: Shape) -> LayerKind:
     row = HALF * s * h / shape.spread  # bytes of one residual-stream tensor
     heads, kv, d = shape.heads // t, max(1, shape.kv_heads // t), shape.width
     qkv = (heads + 2 * kv) * d
-    core = _flash_core(shape) if shape.flash else _unfused_core(shape)
+    core = flash_core(shape) if shape.flash else _unfused_core(shape)
     operators = (
-        _norm(shape, row),
-        _linear(shape, "qkv", qkv, h, saved=HALF * s * qkv),
-        *_rotary(shape, heads + kv, d),
+        norm(shape, row),
+        linear(shape, "qkv", qkv, h, saved=HALF * s * qkv),
+        *rotary(shape, heads + kv, d),
         *core,
-        _linear(shape, "projection", h, heads * d),
-        _residual(shape, row),
-        _norm(shape, row),
+        linear(shape, "projection", h, heads * d),
+        residual(shape, row),
+        norm(shape, row),
         *_mlp(shape),
-        _residual(shape, row),
+        residual(shape, row),
     )
     return LayerKind(
         operators=operators,
         parameters=tuple(Parameter(role=role, elements=n, element_bytes=2) for role, n in _block_parameters(shape)),
-        collectives=_collectives(shape),
+        collectives=block_collectives(shape),
         input_bytes=row,
     )
 
 
-def _rotary(shape: Shape, heads: int, d: int) -> tuple[Operator, ...]:
+def rotary(shape: Shape, heads: int, d: int) -> tuple[Operator, ...]:
     if shape.family != "llama":
         return ()
     turned = HALF * shape.seq * heads * d
     passes = 1 if shape.fused else 5  # 2 + 4 + 4 read, 4 + 4 + 2 written
-    return (_moving(shape, "rotary", passes * turned, passes * turned),)
+    return (moving(shape, "rotary", passes * turned, passes * turned),)
 
 
-def _residual(shape: Shape, row: float) -> Operator:
+def residual(shape: Shape, row: float) -> Operator:
     """Bias, dropout and the sum, in one kernel; the mask is a byte an element."""
     mask = row / HALF if shape.dropout else 0.0
     name = "bias_dropout_add" if shape.dropout else "add"
-    return _moving(shape, name, 2 * row, row + mask, saved=row + mask)
+    return moving(shape, name, 2 * row, row + mask, saved=row + mask)
 
 
 def _mlp(shape: Shape) -> tuple[Operator, ...]:
@@ -201,16 +201,16 @@ def _mlp(shape: Shape) -> tuple[Operator, ...]:
     inner = HALF * s * f
     if shape.family == "llama":
         return (
-            _linear(shape, "gate", f, h, saved=inner),
-            _linear(shape, "up", f, h, saved=inner),
-            _moving(shape, "silu", inner, inner, saved=inner),
-            _moving(shape, "mul", 2 * inner, inner, saved=inner),
-            _linear(shape, "down", h, f),
+            linear(shape, "gate", f, h, saved=inner),
+            linear(shape, "up", f, h, saved=inner),
+            moving(shape, "silu", inner, inner, saved=inner),
+            moving(shape, "mul", 2 * inner, inner, saved=inner),
+            linear(shape, "down", h, f),
         )
     return (
-        _linear(shape, "fc1", f, h, saved=inner),
-        _moving(shape, "gelu", inner, inner, saved=inner),
-        _linear(shape, "fc2", h, f),
+        linear(shape, "fc1", f, h, saved=inner),
+        moving(shape, "gelu", inner, inner, saved=inner),
+        linear(shape, "fc2", h, f),
     )
 
 
@@ -227,7 +227,7 @@ def _block_parameters(shape: Shape) -> tuple[tuple[str, int], ...]:
     )
 
 
-def _collectives(shape: Shape) -> tuple[Collective, ...]:
+def block_collectives(shape: Shape) -> tuple[Collective, ...]:
     """Megatron: two all-reduces forward and two backward; with sequence parallelism each is a reduce-scatter and an
     all-gather, and the backward gathers the inputs of the column products once more."""
     if shape.tensor == 1:
@@ -262,7 +262,7 @@ def embedding(shape: Shape) -> LayerKind:
         saved_bytes=row + mask,
     )
     return LayerKind(
-        operators=(lookup, _moving(shape, "add", 2 * row, row)) if positions else (lookup,),
+        operators=(lookup, moving(shape, "add", 2 * row, row)) if positions else (lookup,),
         parameters=(
             Parameter(
                 role="table", elements=elements, element_bytes=2, shared="" if shape.family == "llama" else "tied"
@@ -278,12 +278,12 @@ def head(shape: Shape) -> LayerKind:
     row = HALF * shape.seq * shape.hidden / shape.spread
     vocab = shape.vocab // shape.tensor
     logits = float(shape.seq * vocab)
-    loss = _moving(shape, "cross_entropy", 4 * logits, 4 * logits, saved=4 * logits, kind="cross_entropy")
+    loss = moving(shape, "cross_entropy", 4 * logits, 4 * logits, saved=4 * logits, kind="cross_entropy")
     return LayerKind(
         operators=(
-            _norm(shape, row),
-            _linear(shape, "logits", vocab, shape.hidden, saved=0.0, dtype=shape.half),
-            _moving(shape, "float", HALF * logits, 4 * logits, saved=4 * logits, kind="copy"),
+            norm(shape, row),
+            linear(shape, "logits", vocab, shape.hidden, saved=0.0, dtype=shape.half),
+            moving(shape, "float", HALF * logits, 4 * logits, saved=4 * logits, kind="copy"),
             loss,
         ),
         parameters=(
