@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 Gpus = int | str | Path | Cluster | None
 
 # What the runtime executes today; the planner can price more.
-EXECUTABLE_ZERO_STAGES = (0, 1, 2)
+EXECUTABLE_ZERO_STAGES = (0, 1, 2, 3)
 EXECUTABLE_RECOMPUTE = ("none", "selective", "full")
 
 SAMPLES_A_GPU = 8  # the global batch where the user names none: 8 samples a GPU, said in the plan's assumptions

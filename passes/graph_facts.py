@@ -38,7 +38,12 @@ _ONLY_VIEWS = {aten.detach_.default}
 _MAY_RETURN_INPUT = {aten.dropout.default, aten.feature_dropout.default, aten.alpha_dropout.default}
 
 # Functions of ours whose result is never their input's memory.
-_NEW_MEMORY = {operators.reduce_from_axis, operators.vocabulary_embedding, operators.vocabulary_cross_entropy}
+_NEW_MEMORY = {
+    operators.reduce_from_axis,
+    operators.vocabulary_embedding,
+    operators.vocabulary_cross_entropy,
+    operators.gather_slices,
+}
 
 
 def copy_graph(graph_module: GraphModule) -> fx.Graph:

@@ -23,6 +23,8 @@ which is sliced by itself. Every function returns a tensor of its own, contiguou
 
 from __future__ import annotations
 
+import contextvars
+import functools
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -59,6 +61,49 @@ def communicating(communicator: Communicator) -> Iterator[None]:
         _CURRENT.reset(token)
 
 
+class ParameterSlices(Protocol):
+    """Parameters split over the data axis, as the runtime keeps them."""
+
+    def gather(self, shapes: Sequence[Sequence[int]], slices: Sequence[Tensor]) -> list[Tensor]:
+        """The whole parameters, each in storage of its own (a collective)."""
+        ...
+
+    def scatter(self, slices: Sequence[Tensor], gradients: Sequence[Tensor | None]) -> None:
+        """Sum whole gradients over the axis and keep this rank's slices of the sums (a collective)."""
+        ...
+
+
+_SLICES: ContextVar[ParameterSlices] = ContextVar("autoplan_parameter_slices")
+
+
+@contextmanager
+def gathering(slices: ParameterSlices) -> Iterator[None]:
+    """Install what :func:`gather_slices` in this context talks to."""
+    token = _SLICES.set(slices)
+    try:
+        yield
+    finally:
+        _SLICES.reset(token)
+
+
+class _GatherSlices(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, shapes: Sequence[Sequence[int]], *slices: Tensor) -> tuple[Tensor, ...]:
+        ctx.owner, ctx.slices = _SLICES.get(), slices
+        ctx.set_materialize_grads(False)
+        return tuple(ctx.owner.gather(shapes, slices))
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor | None) -> Any:
+        ctx.owner.scatter(ctx.slices, gradients)  # which keeps the sums: nothing arrives here
+        return (None,) * (1 + len(ctx.slices))
+
+
+def gather_slices(shapes: Sequence[Sequence[int]], *slices: Tensor) -> tuple[Tensor, ...]:
+    """Whole parameters from flat slices over the data axis: all-gather forward, reduce-scatter backward."""
+    return _GatherSlices.apply(shapes, *slices)
+
+
 def recomputed(module: GraphModule, *inputs: Any) -> Any:
     """``module(*inputs)``, of which only ``inputs`` are kept: it runs again when the backward first needs a value, and
     stops after the last one needed. Collectives in it run again too, on every rank of their group alike.
@@ -67,14 +112,8 @@ def recomputed(module: GraphModule, *inputs: Any) -> Any:
     """
     if not torch.is_grad_enabled() or not any(isinstance(i, Tensor) and i.requires_grad for i in inputs):
         return module.forward(*inputs)
-    communicator = _CURRENT.get(None)
-
-    def run(*tensors: Any) -> Any:
-        if communicator is None:
-            return module.forward(*tensors)
-        with communicating(communicator):  # autograd may call from a thread that knows of none
-            return module.forward(*tensors)
-
+    # Autograd may call from a thread that knows of no communicator: take along what is installed now.
+    run = functools.partial(contextvars.copy_context().run, module.forward)
     return checkpoint(run, *inputs, use_reentrant=False, preserve_rng_state=bool(module.meta.get("random", True)))
 
 

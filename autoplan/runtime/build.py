@@ -15,14 +15,16 @@ from autoplan.capture import Capture, retarget
 from autoplan.cluster import Cluster
 from autoplan.errors import StrategyError
 from autoplan.layers import LayerGraph
+from autoplan.passes.gather_parameters import gather_parameters
 from autoplan.passes.recompute import recompute
 from autoplan.passes.shard_tensors import shard_tensors
 from autoplan.passes.split_stages import StageGraph, split_stages
 from autoplan.passes.weight_loss import weight_loss
-from autoplan.plan import Plan
+from autoplan.plan import Plan, Strategy
 from autoplan.schedules import SCHEDULES
 from autoplan.sharding import Placement, Shard, Sharding, shard_model, take_shard
 
+ZERO_STAGES = (0, 1, 2, 3)
 POLICIES = ("none", "selective", "full")
 
 
@@ -56,12 +58,11 @@ def check_executable(capture: Capture, plan: Plan) -> None:
         value = getattr(strategy, field)
         if value > limit:
             raise StrategyError(f"{field} = {value} cannot be executed yet", legal=f"{field} = {limit}")
-    if strategy.zero_stage not in (0, 1, 2):
+    if strategy.zero_stage not in ZERO_STAGES:
         raise StrategyError(
-            f"zero_stage = {strategy.zero_stage} cannot be executed: parameters stay whole on each data rank",
+            f"zero_stage = {strategy.zero_stage} cannot be executed",
             where="strategy.zero_stage",
-            legal="0, 1 or 2",
-            attempt="zero_stage=2, or more tensor or pipeline parallelism where parameters do not fit",
+            legal=", ".join(map(str, ZERO_STAGES)),
         )
     if strategy.schedule not in SCHEDULES:
         raise StrategyError(f"schedule {strategy.schedule!r} cannot be executed", legal=", ".join(SCHEDULES))
@@ -94,16 +95,20 @@ def layer_policies(plan: Plan) -> tuple[str, ...]:
 
 
 def recompute_groups(plan: Plan, layers: LayerGraph) -> tuple[frozenset[str], ...]:
-    """The nodes of each layer that run again in the backward: all, or its attention core."""
+    """The nodes of each layer that run again in the backward: all, its attention core, or none."""
     groups = []
     for layer, policy in zip(layers.layers, layer_policies(plan), strict=True):
-        operators = layers.kinds[layer.kind].operators
-        if policy == "full":
-            groups.append(frozenset(layer.nodes))
-        elif policy == "selective":
-            core = [name for name, operator in zip(layer.nodes, operators, strict=True) if operator.core]
-            groups.append(frozenset(core))
-    return tuple(group for group in groups if group)
+        nodes = layer.nodes if policy == "full" else ()
+        if policy == "selective":
+            operators = layers.kinds[layer.kind].operators
+            nodes = tuple(name for name, op in zip(layer.nodes, operators, strict=True) if op.core)
+        groups.append(frozenset(nodes))
+    return tuple(groups)
+
+
+def is_gathered(strategy: Strategy) -> bool:
+    """Whether parameters are slices that are made whole a layer at a time."""
+    return strategy.zero_stage == 3 and strategy.data > 1
 
 
 def is_split(plan: Plan) -> bool:
@@ -138,21 +143,32 @@ class Builder:
             graph_module, weights = weighted.graph_module, weighted.weights
         placements: dict[str, Placement] = {}
         stage = stage_of_node(self._plan, self._layers)
-        groups = recompute_groups(self._plan, self._layers)
+        origin: dict[str, str] = {}
         if self._plan.strategy.tensor > 1:
             sharded = shard_tensors(graph_module, self._whole_sharding(), rank=tensor_rank)
             graph_module = sharded.graph_module
             placements = self._canonical_placements(sharded.parameters)
             stage |= {name: stage[origin] for name, origin in sharded.origin.items() if origin in stage}
-            groups = tuple(_with_inserted(group, sharded.origin) for group in groups)
+            origin = sharded.origin
         stages = split_stages(graph_module, stage)
         if len(stages) != self._plan.strategy.pipeline:
             raise StrategyError(
                 f"the plan has {self._plan.strategy.pipeline} stages and the graph was cut into {len(stages)}",
                 attempt="plan again for this model",
             )
-        stages = tuple(recompute(each, groups) for each in stages)
-        return RankGraphs(stages=stages, weights=weights, placements=placements)
+        written = tuple(self._save_memory(each, origin) for each in stages)
+        return RankGraphs(stages=written, weights=weights, placements=placements)
+
+    def _save_memory(self, stage: StageGraph, origin: Mapping[str, str]) -> StageGraph:
+        """ZeRO-3's gathers, and recompute around them. ``origin``: beside which node each inserted one belongs."""
+        origin = dict(origin)
+        if is_gathered(self._plan.strategy):
+            layers = [_with_inserted(frozenset(layer.nodes), origin) for layer in self._layers.layers]
+            gathered = gather_parameters(stage, layers)
+            stage = gathered.stage
+            origin |= {name: origin.get(beside, beside) for name, beside in gathered.origin.items()}
+        groups = recompute_groups(self._plan, self._layers)
+        return recompute(stage, [_with_inserted(group, origin) for group in groups if group])
 
     def _canonical_placements(self, placements: Mapping[str, Placement]) -> dict[str, Placement]:
         """By the first of each tied group's names. Tied names are one tensor, so they must be placed alike."""
@@ -222,9 +238,10 @@ def local_parameters(
     stage: int,
     tensor_rank: int,
     degree: int,
-    device: torch.device,
+    device: torch.device | None,
 ) -> dict[str, nn.Parameter]:
-    """This rank's parameters by the user's names: the user's own objects where they are whole and on ``device``."""
+    """This rank's parameters by the user's names: the user's own objects where they are whole and on ``device``
+    (None: wherever they are)."""
     local: dict[str, nn.Parameter] = {}
     for name, whole in capture.graph_module.named_parameters():
         if stage not in ownership.holders[name]:
@@ -232,9 +249,11 @@ def local_parameters(
         placement = graphs.placements.get(name)
         if isinstance(placement, Shard):
             shard = take_shard(whole, placement, index=tensor_rank, degree=degree)
-            local[name] = _parameter(shard.to(device), whole)
+            local[name] = _parameter(shard.to(device or whole.device), whole)
+        elif device in (None, whole.device):
+            local[name] = whole
         else:
-            local[name] = whole if whole.device == device else _parameter(whole.detach().to(device), whole)
+            local[name] = _parameter(whole.detach().to(device), whole)
     return local
 
 
@@ -243,7 +262,7 @@ def _parameter(values: Tensor, whole: nn.Parameter) -> nn.Parameter:
 
 
 def install(
-    stage: StageGraph, ownership: Ownership, parameters: dict[str, nn.Parameter], device: torch.device
+    stage: StageGraph, ownership: Ownership, parameters: Mapping[str, nn.Parameter], device: torch.device
 ) -> StageGraph:
     """The stage with this rank's parameters in its graph, its buffers and constants on ``device``."""
     module = stage.graph_module

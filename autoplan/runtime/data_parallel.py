@@ -1,4 +1,4 @@
-"""The data axis: gradients summed once a step, and ZeRO-1 and -2 (Rajbhandari et al. 2020).
+"""The data axis: gradients summed once a step, and ZeRO-1 and -2 (Rajbhandari et al. 2020; -3 in its own module).
 
 Loss contributions of micro-batches and ranks add up to the loss of the whole batch, so gradients are summed, never
 averaged. They travel in flat buckets, last parameters first, each as soon as the backward of the last micro-batch has
@@ -16,6 +16,7 @@ as there are micro-batches.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -76,7 +77,16 @@ class GradientSync:
         self._started = 0
         self._prior: dict[str, Tensor] = {}
 
+    @property
+    def read(self) -> Mapping[str, nn.Parameter]:
+        """What the stage's graph reads under the parameters' names."""
+        return self.working
+
     # ---------------------------------------------------------------------------------------------------- during a step
+
+    def around_forward(self) -> AbstractContextManager[None]:
+        """Entered around every forward of the stage's graph."""
+        return nullcontext()
 
     def begin_step(self) -> None:
         """Set aside gradients of earlier steps that the user has not zeroed: they are synchronised already."""
@@ -292,14 +302,6 @@ class Sharded(GradientSync):
 
     def _is_sharded(self, name: str) -> bool:
         return self.parameters[name] is not self.working[name]
-
-
-def gradient_sync(working: Mapping[str, nn.Parameter], mesh: Mesh, tied: Mapping[str, tuple[int, ...]]) -> GradientSync:
-    """The data axis of ``mesh.strategy``: replicated, or sharded by its ZeRO stage (0 to 2)."""
-    stage = mesh.strategy.zero_stage
-    if mesh.data is None or stage == 0:
-        return Replicated(working, mesh, tied)
-    return Sharded(working, mesh, tied, every=stage == 2)
 
 
 def norm_terms(sync: GradientSync, names: Iterable[str], norm_type: float) -> Tensor:

@@ -62,7 +62,8 @@ class _Pending:
 class StageInterpreter:
     """Executes the actions of one stage on one rank.
 
-    ``channels`` is None for a single stage, which communicates with no other. ``before_backward(last)`` is called
+    ``channels`` is None for a single stage, which communicates with no other. ``around_forward()`` is entered around
+    the stage's graph, and ``before_backward(last)`` is called
     ahead of each backward; ``last`` says that no other follows in this step. ``peak_in_flight`` is the most
     micro-batches whose activations were held at once in the latest run.
     """
@@ -75,12 +76,13 @@ class StageInterpreter:
         device: torch.device,
         channels: Channels | None,
         communicator: Communicator | None,
+        around_forward: Callable[[], AbstractContextManager[None]],
         before_backward: Callable[[bool], None],
     ) -> None:
         self.stage, self.rank, self.device = stage, rank, device
         self.peak_in_flight = 0
         self._channels, self._communicator = channels, communicator
-        self._before_backward = before_backward
+        self._around_forward, self._before_backward = around_forward, before_backward
 
     def run(self, actions: Sequence[Action], micro_batches: Sequence[MicroBatch], *, step: int) -> Tensor:
         """The sum of the loss contributions of this rank's micro-batches, 0-dim float64; 0 but on the last stage.
@@ -127,7 +129,8 @@ class StageInterpreter:
         micro_batch = run.micro_batches[index]
         received = self._receive(index, micro_batch.samples)
         inputs = [micro_batch.inputs[name] for name in self.stage.batch_inputs]
-        outputs = self.stage.graph_module(*inputs, *(tensor for _, tensor in received))
+        with self._around_forward():
+            outputs = self.stage.graph_module(*inputs, *(tensor for _, tensor in received))
         sent = list(zip(self.stage.sends, outputs, strict=False))
         loss = outputs[-1] if self.stage.returns_loss else None
         for value, output in sent:

@@ -27,8 +27,8 @@ class Program:
     """A planned model: ``step`` trains a global batch, an optimizer of the user's over ``parameters()`` updates it.
 
     Parameters of a rank are plain ``nn.Parameter`` under the user's names: the user's own objects where they are whole
-    and on the device, this rank's part where the plan splits them (along the tensor axis by a placement; under ZeRO-1
-    and -2 as flat slices, see :mod:`autoplan.runtime.data_parallel`). The rank's part is made at the first use inside a
+    and on the device, this rank's part where the plan splits them (along the tensor axis by a placement; under ZeRO
+    as flat slices, see :mod:`autoplan.runtime.data_parallel`). The rank's part is made at the first use inside a
     process group, or at once where the plan uses one GPU.
 
     Raises StrategyError for a plan that the runtime cannot execute exactly, and what the passes raise.

@@ -12,10 +12,11 @@ from autoplan.capture import Capture, gather_inputs
 from autoplan.errors import StrategyError
 from autoplan.plan import Plan
 from autoplan.runtime.batch import batch_rows, micro_batch_sizes, part, rows_of_rank, to_device
-from autoplan.runtime.build import Builder, RankGraphs, install, local_parameters, on_device
+from autoplan.runtime.build import Builder, RankGraphs, install, is_gathered, local_parameters, on_device
 from autoplan.runtime.collectives import AxisCommunicator, Channels, Mesh
-from autoplan.runtime.data_parallel import GradientSync, gradient_sync, norm_terms
+from autoplan.runtime.data_parallel import GradientSync, norm_terms
 from autoplan.runtime.faults import RankFault, action_fault
+from autoplan.runtime.gathered import gradient_sync
 from autoplan.runtime.interpreter import MicroBatch, StageInterpreter
 from autoplan.runtime.state import FullTensors
 from autoplan.schedules import stage_actions
@@ -65,11 +66,11 @@ class RankPart:
             stage=mesh.at.pipeline,
             tensor_rank=mesh.at.tensor,
             degree=strategy.tensor,
-            device=device,
+            device=None if is_gathered(strategy) else device,
         )
-        stage = install(graphs.stages[mesh.at.pipeline], self._ownership, parameters, device)
         tied = {name: held for name, held in self._ownership.tied.items() if mesh.at.pipeline in held}
         self.sync = gradient_sync(parameters, mesh, tied)
+        stage = install(graphs.stages[mesh.at.pipeline], self._ownership, self.sync.read, device)
         values = [value for s in graphs.stages for value in s.sends]
         self.interpreter = StageInterpreter(
             stage,
@@ -77,6 +78,7 @@ class RankPart:
             device=device,
             channels=Channels(mesh, values) if strategy.pipeline > 1 else None,
             communicator=AxisCommunicator(mesh) if strategy.tensor > 1 else None,
+            around_forward=self.sync.around_forward,
             before_backward=self.sync.before_backward,
         )
         batch_names = {spec.placeholder for spec in self._capture.inputs}

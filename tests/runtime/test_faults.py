@@ -117,7 +117,7 @@ def test_local_batches_of_unequal_size_are_refused_on_every_rank() -> None:
 @pytest.mark.parametrize(
     ("strategy", "message"),
     [
-        ({"data": 2, "zero_stage": 3}, "zero_stage = 3 cannot be executed"),
+        ({"data": 2, "zero_stage": 4}, "zero_stage = 4 cannot be executed"),
         ({"virtual_stages": 2}, "virtual_stages = 2"),
         ({"context": 2}, "context = 2"),
         ({"schedule": "zero_bubble"}, "schedule 'zero_bubble'"),

@@ -46,6 +46,11 @@ PLANS: dict[str, tuple[dict[str, Any], list[int]]] = {
     "dp2-pp2": ({"data": 2, "pipeline": 2, "micro_batch_size": 1, "micro_batches": 4}, [2, 2, 1, 1]),
     "dp2-zero1": ({"data": 2, "micro_batch_size": 2, "micro_batches": 2, "zero_stage": 1}, [1, 1]),
     "dp4-zero2": ({"data": 4, "micro_batch_size": 1, "micro_batches": 2, "zero_stage": 2}, [1] * 4),
+    "dp4-zero3": ({"data": 4, "micro_batch_size": 1, "micro_batches": 2, "zero_stage": 3}, [1] * 4),
+    "dp2-pp2-zero3": (
+        {"data": 2, "pipeline": 2, "micro_batch_size": 1, "micro_batches": 4, "zero_stage": 3},
+        [2, 2, 1, 1],
+    ),
     "dp2-pp2-zero2": (
         {"data": 2, "pipeline": 2, "micro_batch_size": 1, "micro_batches": 4, "zero_stage": 2},
         [2, 2, 1, 1],
@@ -60,7 +65,7 @@ def gpt() -> tuple[nn.Module, Any, Capture, Trained]:
     return model, batch, captured, train_alone(model, [batch] * STEPS)
 
 
-WIDE = {"dp2-accumulated", "mp2", "dp2-pp2", "dp2-zero1"}  # parts of what other plans cover
+WIDE = {"dp2-accumulated", "mp2", "dp2-pp2", "dp2-zero1", "dp2-pp2-zero3"}  # parts of what other plans cover
 
 
 @pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.wide] if n in WIDE else []) for n in PLANS])
@@ -80,8 +85,9 @@ def test_three_steps_of_adamw_equal_the_single_process(name: str) -> None:
         {"tensor": 2, "micro_batch_size": 8},
         {"tensor": 2, "pipeline": 2, "micro_batch_size": 4, "micro_batches": 2},
         {"tensor": 2, "data": 2, "micro_batch_size": 4, "zero_stage": 1},
+        {"tensor": 2, "data": 2, "micro_batch_size": 2, "micro_batches": 2, "zero_stage": 3},
     ],
-    ids=["tp2", "pp2-tp2", "dp2-tp2-zero1"],
+    ids=["tp2", "pp2-tp2", "dp2-tp2-zero1", "dp2-tp2-zero3"],
 )
 def test_a_tensor_axis_changes_no_number_and_each_gradient_counts_once_in_the_norm(plan: dict[str, Any]) -> None:
     _, batch, captured, expected = gpt()
@@ -97,8 +103,9 @@ def test_a_tensor_axis_changes_no_number_and_each_gradient_counts_once_in_the_no
     [
         {"tensor": 2, "data": 2, "micro_batch_size": 2, "micro_batches": 2, "zero_stage": 2},
         {"tensor": 2, "pipeline": 2, "micro_batch_size": 4, "micro_batches": 2},
+        {"data": 2, "pipeline": 2, "micro_batch_size": 1, "micro_batches": 4, "zero_stage": 3},
     ],
-    ids=["dp2-tp2-zero2", "pp2-tp2"],
+    ids=["dp2-tp2-zero2", "pp2-tp2", "dp2-pp2-zero3"],
 )
 def test_layers_recomputed_beside_layers_kept_change_no_number(plan: dict[str, Any]) -> None:
     _, batch, captured, expected = gpt()
@@ -125,7 +132,7 @@ class SkipsAndDeadEnds(nn.Module):
         return F.mse_loss(self.d(third + first + second.detach()), y)
 
 
-@pytest.mark.parametrize("zero_stage", [0, 1])
+@pytest.mark.parametrize("zero_stage", [0, 1, 3])
 def test_values_with_several_readers_and_values_without_gradient(zero_stage: int) -> None:
     torch.manual_seed(0)
     batch = {"x": torch.randn(6, 4), "y": torch.randn(6, 4)}
@@ -134,7 +141,7 @@ def test_values_with_several_readers_and_values_without_gradient(zero_stage: int
     assert "unused" not in expected.gradients[0]
     names = [n.name for n in captured.graph_module.graph.nodes if n.op == "call_function"]
     cuts = tuple(names.index(name) + 1 for name in ("tanh", "tanh_1", "tanh_2"))
-    data = 1 + zero_stage
+    data = 1 + bool(zero_stage)
     program = program_of(
         captured, cuts=cuts, pipeline=4, data=data, micro_batch_size=1, micro_batches=6 // data, zero_stage=zero_stage
     )
@@ -176,7 +183,7 @@ def test_local_batches_are_the_ranks_own_rows() -> None:
         assert_same_numbers(found, expected)
 
 
-@pytest.mark.parametrize("zero_stage", [0, 1, 2])
+@pytest.mark.parametrize("zero_stage", [0, 1, 2, 3])
 def test_gradients_add_up_over_steps_as_in_torch(zero_stage: int) -> None:
     model, batch, captured, _ = gpt()
     program = program_of(captured, data=2, micro_batch_size=2, micro_batches=2, zero_stage=zero_stage)
