@@ -27,6 +27,7 @@ from autoplan.errors import (
 from autoplan.plan import Plan, Stage, Strategy
 
 from autoplan.api import compile, plan, predict  # isort: skip
+from autoplan.verification import verify  # isort: skip
 
 if TYPE_CHECKING:
     from autoplan.runtime.launch import launch
@@ -55,6 +56,7 @@ __all__ = [
     "launch",
     "plan",
     "predict",
+    "verify",
 ]
 
 

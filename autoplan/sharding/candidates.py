@@ -32,6 +32,25 @@ class Candidates:
     stored: dict[Node, tuple[Placement, ...]]
 
 
+def alike(found: Candidates, wanted: Sequence[Option]) -> Candidates:
+    """Of each node's options those that split what ``wanted`` (another model's, in step with the nodes) splits; all
+    of them where none does."""
+    options = {}
+    for (node, own), model in zip(found.options.items(), wanted, strict=True):
+        same = tuple(option for option in own if _pattern(option) == _pattern(model))
+        options[node] = same or own
+    return Candidates(options, found.stored)
+
+
+def _pattern(option: Option) -> tuple[object, ...]:
+    """An option without its sizes."""
+    states = (
+        (type(s), s.dim, len(s.parts), bool(s.block)) if isinstance(s, Shard) else (type(s),)
+        for s in (*option.inputs, option.output)
+    )
+    return (option.form, *states)
+
+
 def candidates(facts: GraphFacts, nodes: Sequence[Node], marks: Marks) -> Candidates:
     """All options of ``nodes`` (one layer, in graph order)."""
     search = _Search(facts, nodes, marks)

@@ -20,7 +20,7 @@ from autoplan.cluster import Cluster
 from autoplan.errors import StrategyError
 from autoplan.layers.types import LayerGraph, LayerKind
 from autoplan.sharding import ilp
-from autoplan.sharding.candidates import Candidates, Marks, batch_marks, candidates
+from autoplan.sharding.candidates import Candidates, Marks, alike, batch_marks, candidates
 from autoplan.sharding.heads import check_heads
 from autoplan.sharding.layer_view import LayerView
 from autoplan.sharding.local import local_kind
@@ -102,9 +102,13 @@ def shard_model(
     degree: int,
     cluster: Cluster | None = None,
     pricing: Pricing | None = None,
+    like: Sharding | None = None,
 ) -> Sharding:
-    """The best split of every kind of layer. Raises StrategyError where ``degree`` does not divide attention heads."""
-    solver = _Solver(capture, layers, degree, _prices(cluster, degree, pricing))
+    """The best split of every kind of layer. Raises StrategyError where ``degree`` does not divide attention heads.
+
+    ``like``: the sharding of a larger model of the same kinds; what it splits is split here, as far as the sizes allow.
+    """
+    solver = _Solver(capture, layers, degree, _prices(cluster, degree, pricing), like)
     kinds = tuple(solver.kind(kind) for kind in range(len(layers.kinds)))
     options, layer_of = {}, {}
     for index, layer in enumerate(layers.layers):
@@ -127,7 +131,14 @@ def _prices(cluster: Cluster | None, degree: int, pricing: Pricing | None) -> Pr
 class _Solver:
     """All kinds of one model at one degree."""
 
-    def __init__(self, capture: Capture, layers: LayerGraph, degree: int, pricing: Pricing) -> None:
+    def __init__(
+        self,
+        capture: Capture,
+        layers: LayerGraph,
+        degree: int,
+        pricing: Pricing,
+        like: Sharding | None = None,
+    ) -> None:
         if degree < 1:
             raise StrategyError(f"tensor degree {degree}", legal="a whole number of at least 1")
         self.capture, self.layers, self.pricing = capture, layers, pricing
@@ -139,6 +150,8 @@ class _Solver:
             check_heads(self.facts, view.nodes)
         marks = self._marks()
         self.found: list[Candidates] = [candidates(self.facts, view.nodes, marks) for view in self.views]
+        if like is not None:
+            self.found = [alike(found, like.kinds[index].options) for index, found in enumerate(self.found)]
         self.owners = self._owners()
         self.shared = self._agree()
 

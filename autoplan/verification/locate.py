@@ -1,0 +1,180 @@
+"""Which operator is the first to differ: a step in which every rank holds its values against the single process's.
+
+Forward values of the whole batch, and their gradients, are recorded in one process. Each rank then runs its stage
+operator by operator and compares what it has: the rows of its data rank and micro-batch, and of those its shard, as
+the linter places it. In the forward the first operator that differs is the culprit; where all values agree, the
+gradient that is wrong *last* in the graph, for the backward runs from the loss.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.fx import GraphModule, Interpreter, Node
+
+from autoplan.capture import Capture, gather_inputs, shape_at
+from autoplan.plan import Strategy
+from autoplan.runtime import Program
+from autoplan.runtime.batch import batch_rows, micro_batch_sizes, rows_of_rank
+from autoplan.sharding.placements import REPLICATE, Copied, Partial, Placement, Shard, take_shard
+
+RELATIVE, ABSOLUTE = 1e-7, 1e-12  # far above rounding in float64, far below any fault
+
+
+class Recorded(NamedTuple):
+    """A value of the whole batch in the single process; ``per_sample`` rows of dimension 0 belong to a sample."""
+
+    position: int
+    per_sample: int
+    value: Tensor
+    gradient: Tensor | None
+
+
+class Wrong(NamedTuple):
+    """``kind``: "value" or "gradient"; ``position`` of the operator in the graph."""
+
+    kind: str
+    name: str
+    position: int
+    error: float
+    allowed: float
+
+
+def record(capture: Capture, batch: Any) -> dict[str, Recorded]:
+    """Every batched value of the captured graph, and the loss's gradient with respect to it."""
+    keeper = _Keeper(capture.graph_module)
+    loss = keeper.run(*gather_inputs(capture, batch))
+    while isinstance(loss, (tuple, list)):
+        loss = loss[0]
+    loss.backward()
+    found: dict[str, Recorded] = {}
+    for position, node in enumerate(capture.graph_module.graph.nodes):
+        per_sample = _rows_a_sample(node)
+        if per_sample and node.name in keeper.values:
+            found[node.name] = Recorded(position, per_sample, keeper.values[node.name], keeper.gradients.get(node.name))
+    return found
+
+
+def _rows_a_sample(node: Node) -> int:
+    """How many rows of dimension 0 a sample has; 0 where the batch is not dimension 0 alone."""
+    value = node.meta.get("val")
+    if node.op != "call_function" or not isinstance(value, Tensor) or not value.dim():
+        return 0
+    try:
+        one, two = shape_at(value, 1), shape_at(value, 2)
+    except Exception:  # a size that depends on data has no rows to speak of
+        return 0
+    per_sample = two[0] - one[0]
+    return per_sample if per_sample == one[0] and one[1:] == two[1:] else 0
+
+
+class _Keeper(Interpreter):
+    """Runs a graph and keeps results and their gradients, as they are when they are made."""
+
+    def __init__(self, module: GraphModule) -> None:
+        super().__init__(module)
+        self.values: dict[str, Tensor] = {}
+        self.gradients: dict[str, Tensor] = {}
+
+    def run_node(self, n: Node) -> Any:
+        result = super().run_node(n)
+        if n.op == "call_function" and isinstance(result, Tensor):
+            self.values[n.name] = result.detach().clone()
+            if result.requires_grad:
+                result.register_hook(self._keep(n.name))
+        return result
+
+    def _keep(self, name: str) -> Any:
+        def hook(gradient: Tensor) -> None:
+            self.gradients[name] = gradient.detach().clone()
+
+        return hook
+
+
+def compare_rank(
+    program: Program, batch: Any, recorded: Mapping[str, Recorded], placements: Mapping[str, Placement]
+) -> list[Wrong]:
+    """One step on the calling rank; what differs."""
+    part, strategy = program._rank_part(), program.plan.strategy
+    probe: _Probe | None = None
+    if part.interpreter is not None and part.mesh.at is not None:
+        rows = _rows(program._capture, batch, strategy, part.mesh.at.data)
+        probe = _Probe(part.interpreter.stage.graph_module, rows, recorded, placements, part.mesh.at.tensor, strategy)
+        probed: Any = probe
+        part.interpreter.stage = dataclasses.replace(part.interpreter.stage, graph_module=probed)
+    program.step(batch)
+    return probe.wrong if probe is not None else []
+
+
+def _rows(capture: Capture, batch: Any, strategy: Strategy, data_rank: int) -> list[range]:
+    """The samples of each micro-batch of a data rank."""
+    placeholders = {s.placeholder: t for s, t in zip(capture.inputs, gather_inputs(capture, batch), strict=True)}
+    mine = rows_of_rank(batch_rows(capture, placeholders), strategy, data_rank)
+    fixed = None if capture.dynamic_batch else capture.batch_size
+    found, start = [], mine.start
+    for size in micro_batch_sizes(len(mine), strategy, fixed=fixed):
+        found.append(range(start, start + size))
+        start += size
+    return found
+
+
+class _Probe(nn.Module):
+    """Stands for a stage's graph: runs it operator by operator and compares. Forwards come in micro-batches' order."""
+
+    def __init__(
+        self,
+        module: GraphModule,
+        rows: Sequence[range],
+        recorded: Mapping[str, Recorded],
+        placements: Mapping[str, Placement],
+        tensor_rank: int,
+        strategy: Strategy,
+    ) -> None:
+        super().__init__()
+        self.module, self.rows, self.recorded, self.placements = module, rows, recorded, placements
+        self.tensor_rank, self.degree = tensor_rank, strategy.tensor
+        self.wrong: list[Wrong] = []
+        self.forwards = 0
+
+    def forward(self, *inputs: Any) -> Any:
+        rows = self.rows[self.forwards]
+        self.forwards += 1
+        return _Comparing(self, rows).run(*inputs)
+
+    def check(self, kind: str, name: str, rows: range, found: Tensor) -> None:
+        known = self.recorded[name]
+        whole = known.value if kind == "value" else known.gradient
+        state = self.placements.get(name, REPLICATE)
+        if whole is None or isinstance(state, Partial if kind == "value" else Copied):
+            return
+        wanted = whole[rows.start * known.per_sample : rows.stop * known.per_sample]
+        if isinstance(state, Shard):
+            wanted = take_shard(wanted, state, index=self.tensor_rank, degree=self.degree)
+        if wanted.shape != found.shape:
+            self.wrong.append(Wrong(kind, name, known.position, float(found.numel()), 0.0))
+            return
+        if not wanted.is_floating_point():
+            wanted, found = wanted.double(), found.double()
+        allowed = RELATIVE * wanted.norm().item() + ABSOLUTE * max(1.0, wanted.numel() ** 0.5)
+        error = torch.nan_to_num(found.detach() - wanted, nan=1e300).norm().item()
+        if not error <= allowed:
+            self.wrong.append(Wrong(kind, name, known.position, min(error, 1e300), allowed))
+
+
+class _Comparing(Interpreter):
+    def __init__(self, probe: _Probe, rows: range) -> None:
+        super().__init__(probe.module)
+        self.probe, self.rows = probe, rows
+
+    def run_node(self, n: Node) -> Any:
+        result = super().run_node(n)
+        if n.op == "call_function" and isinstance(result, Tensor) and n.name in self.probe.recorded:
+            self.probe.check("value", n.name, self.rows, result)
+            if result.requires_grad:
+                name, rows = n.name, self.rows
+                result.register_hook(lambda gradient: self.probe.check("gradient", name, rows, gradient))
+        return result

@@ -1,0 +1,101 @@
+"""What was passed for verification, as a captured model that the plan was made for."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from autoplan.capture import Capture, capture
+from autoplan.cluster import Cluster
+from autoplan.errors import ClusterError, ModelError, PlanFileError
+from autoplan.layers import LayerGraph, build_layers
+from autoplan.models import from_module, resolve, trace_dtype
+from autoplan.plan import Plan
+
+_FACTORY = re.compile(r"\.py:[^:/\\]*$")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Whole:
+    """The whole model, as the plan sees it. ``model`` may be on ``meta``."""
+
+    model: nn.Module
+    example_inputs: Any
+    loss_fn: Callable[..., Any] | None
+    capture: Capture
+    layers: LayerGraph
+    cluster: Cluster
+
+
+def prepare(model: Any, plan: Plan, example_inputs: Any, loss_fn: Callable[..., Any] | None) -> Whole:
+    """Trace the model and check that the plan was made for it. Raises PlanFileError where it was not."""
+    resolved = _resolve(model, plan, example_inputs, loss_fn)
+    dtype = trace_dtype(plan.precision) if _is_cast(resolved.model, plan) else None
+    captured = capture(resolved.model, resolved.example_inputs, loss_fn=resolved.loss_fn, dtype=dtype)
+    layers = build_layers(captured)
+    if layers.fingerprint != plan.model.fingerprint:
+        raise PlanFileError(
+            f"the plan was made for {plan.model.name} ({plan.model.parameters:,} parameters), and this model is "
+            f"{resolved.name} ({layers.parameters:,} parameters) with another graph",
+            attempt="plan again for this model, with the same --seq and --precision",
+        )
+    try:
+        cluster = Cluster.parse(plan.cluster.spec)
+    except ClusterError:  # a cluster file that is not at hand: prices then come from a usual one of that size
+        cluster = Cluster.parse(f"{max(1, plan.gpus)}xcpu")
+    return Whole(
+        model=resolved.model,
+        example_inputs=resolved.example_inputs,
+        loss_fn=resolved.loss_fn,
+        capture=captured,
+        layers=layers,
+        cluster=cluster,
+    )
+
+
+def small_source(model: Any, whole: Whole) -> tuple[nn.Module, Any]:
+    """A model and inputs with values to make the small one from: a factory is called again, off ``meta``."""
+    on_meta = any(parameter.is_meta for parameter in whole.model.parameters())
+    if not (on_meta and isinstance(model, str) and _FACTORY.search(model)):
+        return whole.model, None if on_meta else whole.example_inputs
+    from autoplan.models.factory import load_factory
+
+    made = load_factory(model)()
+    made, inputs = (*made, None)[:2] if isinstance(made, tuple) else (made, None)
+    return made.train(), inputs if inputs is not None else whole.example_inputs
+
+
+def _resolve(model: Any, plan: Plan, example_inputs: Any, loss_fn: Callable[..., Any] | None) -> Any:
+    if isinstance(model, str):
+        batch, precision = max(1, plan.global_batch), None if _FACTORY.search(model) else plan.precision
+        found = resolve(model, precision=precision, batch=batch)
+        names = found.example_inputs if isinstance(found.example_inputs, dict) else {}
+        if not _FACTORY.search(model) and "input_ids" in names:
+            found = resolve(model, sequence=plan.model.tokens_per_sample, precision=precision, batch=batch)
+        return found
+    if not isinstance(model, nn.Module) and callable(model):
+        made = model()
+        parts = made if isinstance(made, tuple) else (made,)
+        if not 1 <= len(parts) <= 3:
+            raise ModelError(f"the factory returned {len(parts)} things", legal="model, example inputs, loss_fn")
+        model = parts[0]
+        example_inputs = parts[1] if len(parts) > 1 and example_inputs is None else example_inputs
+        loss_fn = parts[2] if len(parts) > 2 and loss_fn is None else loss_fn
+    sequence = plan.model.tokens_per_sample if example_inputs is None else None
+    return from_module(model, example_inputs, loss_fn=loss_fn, sequence=sequence)
+
+
+def _is_cast(model: nn.Module, plan: Plan) -> bool:
+    """Whether the plan was made for the model in another precision than its parameters have."""
+    names = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+    own = {parameter.dtype for parameter in model.parameters() if parameter.is_floating_point()}
+    try:
+        wanted = names.get(plan.precision) or trace_dtype(plan.precision)
+    except ModelError:
+        return False
+    return plan.precision != "fp64" and own != {wanted}
