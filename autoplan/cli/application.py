@@ -13,7 +13,7 @@ import typer
 from typer.core import TyperGroup
 
 import autoplan
-from autoplan.cli import calibrate, clusters, explain, models, plan, predict, run, show, simulate, verify
+from autoplan.cli import calibrate, clusters, explain, models, plan, predict, report, run, show, simulate, verify
 from autoplan.cli.console import error_line
 from autoplan.errors import AutoplanError
 
@@ -102,6 +102,7 @@ application.command("explain")(explain.explain)
 application.command("show")(show.show)
 application.command("verify")(verify.verify)
 application.command("simulate")(simulate.simulate)
+application.command("report")(report.report)
 application.command(
     "run", context_settings={"allow_extra_args": True, "ignore_unknown_options": True, "allow_interspersed_args": True}
 )(run.run)

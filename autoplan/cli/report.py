@@ -1,0 +1,31 @@
+"""``autoplan report``: a plan as one HTML page."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from autoplan.cli import console, options
+from autoplan.cli.simulate import write_beside
+from autoplan.plan import Plan
+
+Target = Annotated[Path, typer.Option("-o", "--output", metavar="FILE.html", help="Where to write it; - is stdout.")]
+
+
+def report(path: options.PlanFile, output: Target = Path("plan.html")) -> None:
+    """Write a plan as one HTML page that needs no network: to read, to print, to attach.
+
+    Example: autoplan report plan.json -o plan.html
+    """
+    from autoplan.report.page import page
+
+    options.check_writable(None if output == Path("-") else output)
+    text = page(Plan.load(path))
+    if output == Path("-"):
+        sys.stdout.write(text)
+        return
+    write_beside(output, text)
+    console.note(f"wrote {output}: open it in a browser")

@@ -1,0 +1,87 @@
+"""A plan as one HTML page that needs nothing else: no script, no network, pictures inline.
+
+The template is escaped throughout, and a content security policy in the page forbids it to load anything.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from importlib import resources
+from typing import Any
+
+from jinja2 import Environment, StrictUndefined
+
+from autoplan.errors import StrategyError
+from autoplan.explain import reasons
+from autoplan.explain.text import count, percent, seconds, size
+from autoplan.plan import Plan, Stage
+from autoplan.report import drawing, step
+
+_TEMPLATE = "page.html.j2"
+
+
+def page(plan: Plan) -> str:
+    """The page's text."""
+    environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
+    environment.filters |= {"seconds": seconds, "size": size, "count": count, "percent": percent, "words": _words}
+    template = resources.files("autoplan.report").joinpath("templates", _TEMPLATE).read_text(encoding="utf-8")
+    return environment.from_string(template).render(_facts(plan)) + "\n"
+
+
+def _facts(plan: Plan) -> dict[str, Any]:
+    try:
+        simulated, refused = step.simulate(plan), ""
+    except StrategyError as error:
+        simulated, refused = None, error.what
+    longest = max((a.step_time_s or 0.0 for a in plan.alternatives), default=0.0)
+    return {
+        "plan": plan,
+        "decision": " ".join(reasons.decision(plan)[1:]),
+        "proof": " ".join(reasons.proof(plan)[1:]),
+        "stages": [_stage(plan, index, stage) for index, stage in enumerate(plan.stages)],
+        "groups": [(kind, label) for kind, label, _ in drawing.GROUPS] + [drawing.ELSE],
+        "memory_terms": _memory_terms(plan),
+        "time_terms": [(name, value) for name, value in plan.predicted.time_terms.items() if value > 0],
+        "longest_s": max(longest, plan.predicted.step_time_s),
+        "pictures": drawing.pipeline(simulated) if simulated else (),
+        "not_drawn": refused,
+        "missing_s": simulated.unexplained_s if simulated else 0.0,
+        "strategy": json.dumps(asdict(plan.strategy), indent=2),
+        "width": drawing.WIDTH,
+        "row": drawing.ROW,
+    }
+
+
+def _stage(plan: Plan, index: int, stage: Stage) -> dict[str, Any]:
+    width = plan.gpus_used // max(1, plan.strategy.pipeline)
+    first = index % plan.strategy.pipeline * width
+    names = plan.model.layers
+    layers = [names[i] for i in dict.fromkeys((stage.first_layer, stage.last_layer))]
+    return {
+        "index": index,
+        "gpus": f"{first}" if width == 1 else f"{first}-{first + width - 1}",
+        "layers": " to ".join(map(_short, layers)),
+        "layers_in_full": " to ".join(layers),
+        "number": stage.last_layer - stage.first_layer + 1,
+        "recompute": ", ".join(f"{number} {name}" for name, number in stage.recompute.items() if name != "none"),
+        "bar": drawing.memory_bar(stage, plan.cluster.memory_bytes),
+        "of": stage,
+    }
+
+
+def _short(name: str) -> str:
+    """The end of a module path that says which layer it is: ``layers.5`` of ``model.layers.5``."""
+    parts = name.split(".")
+    return ".".join(parts[-2:] if parts[-1].isdigit() else parts[-1:])
+
+
+def _memory_terms(plan: Plan) -> list[tuple[str, list[float]]]:
+    """Every term with its bytes on each stage, the largest first."""
+    names = dict.fromkeys(name for stage in plan.stages for name in stage.memory_terms)
+    rows = [(name, [stage.memory_terms.get(name, 0.0) for stage in plan.stages]) for name in names]
+    return sorted(rows, key=lambda row: -max(row[1]))
+
+
+def _words(name: str) -> str:
+    return name.replace("_", " ")
