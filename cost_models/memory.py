@@ -8,9 +8,11 @@ Two moments of a step can be the peak, and the larger one's terms are the answer
 
 The moments around them (init, load, forward, save) and the host's memory: :mod:`autoplan.cost_models.timeline`.
 
-State by ZeRO stage over the data degree n (Rajbhandari et al. 2020, figure 1): 1 divides optimizer state and master
-weights, 2 gradients too, 3 weights too; what is gathered or not yet scattered is a window of its own. Recompute
-(Korthikanti et al. 2022): *full* keeps a layer's inputs, *selective* everything but the attention core.
+State by ZeRO stage over the n ranks of the data and context axes (Rajbhandari et al. 2020, figure 1): 1 divides
+optimizer state and master weights, 2 gradients too, 3 weights too; what is gathered or not yet scattered is a window
+of its own. Recompute (Korthikanti et al. 2022): *full* keeps a layer's inputs, *selective* everything but the attention
+core. A context axis leaves each rank its share of every sample's tokens, attention's scores (own queries, all keys)
+included.
 
 Every term is bytes, all terms are always there (0 where they don't apply), and they sum to the peak.
 """
@@ -37,6 +39,7 @@ __all__ = [
     "StageParts",
     "measured_bytes",
     "layer_saved_bytes",
+    "micro_batches_in_flight",
     "Elements",
     "count_elements",
 ]
@@ -85,7 +88,7 @@ def count_elements(kinds: Sequence[LayerKind]) -> Elements:
     return Elements(total=total, trainable=trainable, largest_layer=largest, largest_trainable=largest_trainable)
 
 
-def layer_saved_bytes(kind: LayerKind, *, policy: str, samples: int) -> float:
+def layer_saved_bytes(kind: LayerKind, *, policy: str, samples: float) -> float:
     """What one micro-batch of ``samples`` leaves behind in a layer for its backward, under a recompute policy."""
     if policy == "full":
         return kind.input_bytes * samples
@@ -173,8 +176,34 @@ def measured_bytes(terms: Mapping[str, float], convention: str, *, strategy: Str
     return total - terms["allocator_reserve"] if convention == "allocated" else total
 
 
+def micro_batches_in_flight(strategy: Strategy, stage: int, *, layers: int) -> tuple[int, ...]:
+    """Micro-batches whose activations stage ``stage`` holds at once, of each of its ``layers``.
+
+    With v virtual stages a stage warms up with 2 (p - s - 1) + (v - 1) p + 1 chunks of a v-th of its layers, p
+    micro-batches a chunk before the next one (Narayanan et al. 2021, section 2.2). That is p (1 + (p - 1) / (p v)) of
+    the whole first stage (Korthikanti et al. 2022, section 4.3). Layers that don't divide evenly are taken as the first
+    chunk's on the first stage (an embedding) and the last chunk's elsewhere (a head).
+    """
+    stages, virtual, count = strategy.pipeline, strategy.virtual_stages, strategy.micro_batches
+    if virtual == 1 or strategy.schedule == "gpipe":
+        held = schedules.in_flight(strategy.schedule, stage=stage, stages=stages, micro_batches=count)
+        return (held,) * layers
+    warm_up = min(2 * (stages - stage - 1) + (virtual - 1) * stages + 1, virtual * count)
+    chunks = [0] * virtual
+    for position in range(warm_up):
+        chunks[position // min(stages, count) % virtual] += 1
+    size = max(1, layers // virtual)
+    extra = layers - size * virtual if stage == 0 else 0
+    return tuple(chunks[min(max(0, layer - extra) // size, virtual - 1)] for layer in range(layers))
+
+
+def _sharers(strategy: Strategy) -> int:
+    """Ranks that hold the same weights and so can share state: those of the data and of the context axis."""
+    return strategy.data * strategy.context
+
+
 def _states(elements: Elements, extra: int, strategy: Strategy, recipe: Recipe) -> dict[str, float]:
-    n, zero = strategy.data, strategy.zero_stage
+    n, zero = _sharers(strategy), strategy.zero_stage
     weights = (elements.total + extra) * recipe.weights
     trainable = elements.trainable + extra
     return {
@@ -188,7 +217,7 @@ def _states(elements: Elements, extra: int, strategy: Strategy, recipe: Recipe) 
 def _windows(elements: Elements, strategy: Strategy, recipe: Recipe) -> dict[str, float]:
     """Unsharded pieces that live for a moment: ZeRO-3 holds the layer that runs and the one prefetched; ZeRO-2 and 3
     the gradients of the layer that just ran, before they are scattered."""
-    zero = strategy.zero_stage if strategy.data > 1 else 0
+    zero = strategy.zero_stage if _sharers(strategy) > 1 else 0
     return {
         "gradient_window": elements.largest_trainable * recipe.gradients if zero >= 2 else 0.0,
         "gather_window": 2 * elements.largest_layer * recipe.weights if zero >= 3 else 0.0,
@@ -198,24 +227,22 @@ def _windows(elements: Elements, strategy: Strategy, recipe: Recipe) -> dict[str
 def _backward_terms(
     kinds: Sequence[LayerKind], strategy: Strategy, stage: int, recompute: Sequence[str]
 ) -> dict[str, float]:
-    samples = strategy.micro_batch_size
-    in_flight = schedules.in_flight(
-        strategy.schedule, stage=stage, stages=strategy.pipeline, micro_batches=strategy.micro_batches
-    )
+    samples = strategy.micro_batch_size / strategy.context
+    held = micro_batches_in_flight(strategy, stage, layers=len(kinds))
     saved = window = widest = 0.0
-    for kind, policy in zip(kinds, recompute, strict=True):
+    for kind, policy, in_flight in zip(kinds, recompute, held, strict=True):
         kept = layer_saved_bytes(kind, policy=policy, samples=samples)
-        saved += kept
+        saved += kept * in_flight
         window = max(window, layer_saved_bytes(kind, policy="none", samples=samples) - kept)
         widest = max(widest, max((_passing_bytes(op, samples) for op in kind.operators), default=0.0))
     return {
-        "saved_activations": saved * in_flight,
+        "saved_activations": saved,
         "recompute_window": window,
         "passing_activations": widest,
     }
 
 
-def _passing_bytes(op: Operator, samples: int) -> float:
+def _passing_bytes(op: Operator, samples: float) -> float:
     """The gradients of an operator's output and inputs, alive while its backward runs."""
     if op.kind in ("view", "embedding") or not op.needs_backward:
         return 0.0
@@ -223,19 +250,19 @@ def _passing_bytes(op: Operator, samples: int) -> float:
 
 
 def _step_temporary(elements: Elements, extra: int, strategy: Strategy, recipe: Recipe) -> float:
-    shards = strategy.data if strategy.zero_stage >= 1 else 1
+    shards = _sharers(strategy) if strategy.zero_stage >= 1 else 1
     return (elements.trainable + extra) * recipe.step_temporary / shards
 
 
 def _communication_bytes(strategy: Strategy) -> float:
-    buckets = BUCKET_BYTES if strategy.data > 1 else 0
+    buckets = BUCKET_BYTES if _sharers(strategy) > 1 else 0
     return _communicator_bytes(strategy) + buckets
 
 
 def _communicator_bytes(strategy: Strategy) -> float:
-    axes = sum(degree > 1 for degree in (strategy.data, strategy.tensor, strategy.pipeline))
+    axes = sum(degree > 1 for degree in (strategy.data, strategy.tensor, strategy.pipeline, strategy.context))
     return float(axes * COMMUNICATOR_BYTES)
 
 
-def _scaled(op: Operator, bytes_: float, samples: int) -> float:
+def _scaled(op: Operator, bytes_: float, samples: float) -> float:
     return bytes_ * (samples if op.batched else 1)

@@ -70,8 +70,10 @@ def memory_timeline(
     elements = memory.count_elements(kinds_of_stage)
     largest = elements.largest_layer * recipe.weights
     weights = {"weights": parts.states["weights"]}
-    gathers = strategy.zero_stage >= 3 and strategy.data > 1
-    written = max((_written_bytes(kind, strategy.micro_batch_size) for kind in kinds_of_stage), default=0.0)
+    gathers = strategy.zero_stage >= 3 and strategy.data * strategy.context > 1
+    written = max(
+        (_written_bytes(kind, strategy.micro_batch_size / strategy.context) for kind in kinds_of_stage), default=0.0
+    )
     forward = {name: parts.backward[name] for name in ("saved_activations", "gather_window")}
     forward["passing_activations"] = min(written, parts.backward["passing_activations"])
     return MemoryTimeline(
@@ -87,7 +89,7 @@ def memory_timeline(
     )
 
 
-def _written_bytes(kind: LayerKind, samples: int) -> float:
+def _written_bytes(kind: LayerKind, samples: float) -> float:
     """What the operator with the widest output writes in the forward."""
     return max((op.written_bytes * (samples if op.batched else 1) for op in kind.operators), default=0.0)
 

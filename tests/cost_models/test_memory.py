@@ -15,6 +15,7 @@ from autoplan.cost_models.memory import (
     count_elements,
     layer_saved_bytes,
     measured_bytes,
+    micro_batches_in_flight,
     recipe,
     stage_memory,
 )
@@ -102,6 +103,30 @@ def test_micro_batches_in_flight(schedule: str, stage: int, held: int) -> None:
     strategy = Strategy(pipeline=4, micro_batches=16, schedule=schedule)
     found = terms(strategy, stage=stage)
     assert found["saved_activations"] == held * 4 * 15e6
+
+
+@pytest.mark.parametrize(
+    ("stage", "layers", "held"),
+    [
+        # 2 (4 - 1) + 4 + 1 = 11 chunks of two layers: four of each chunk, then three more of the first.
+        (0, 4, (7, 7, 4, 4)),
+        (0, 5, (7, 7, 7, 4, 4)),  # an embedding
+        # 4 + 1 = 5 chunks: the last has one, and so has the head.
+        (3, 4, (4, 4, 1, 1)),
+        (3, 5, (4, 4, 1, 1, 1)),
+    ],
+)
+def test_interleaving_holds_more_of_the_first_chunks(stage: int, layers: int, held: tuple[int, ...]) -> None:
+    strategy = Strategy(pipeline=4, virtual_stages=2, micro_batches=16)
+    assert micro_batches_in_flight(strategy, stage, layers=layers) == held
+    assert terms(strategy, stage=stage, layers=layers)["saved_activations"] == sum(held) * 15e6
+
+
+def test_a_context_axis_shares_tokens_and_state() -> None:
+    whole, shared = terms(Strategy(zero_stage=1)), terms(Strategy(zero_stage=1, context=4))
+    assert shared["saved_activations"] == 4 * (14e6 / 4 + 1e6)  # what is not batched stays whole
+    assert shared["optimizer_state"] == whole["optimizer_state"] / 4
+    assert shared["weights"] == whole["weights"]
 
 
 def test_tied_parameters_count_once_and_frozen_ones_have_no_state() -> None:

@@ -54,7 +54,16 @@ class Report:
 
     @property
     def strategy(self) -> Strategy:
-        keys = ("data", "tensor", "pipeline", "zero_stage", "micro_batch_size", "micro_batches", "sequence_parallel")
+        keys = (
+            "data",
+            "tensor",
+            "pipeline",
+            "context",
+            "zero_stage",
+            "micro_batch_size",
+            "micro_batches",
+            "sequence_parallel",
+        )
         return Strategy(**{key: self.row[key] for key in keys if key in self.row})
 
 

@@ -1,8 +1,7 @@
 """Megatron's own tests as configurations of the memory model: what its last rank should read off the allocator.
 
-*Allocated* between steps: states (bf16 weights, fp32 gradients, master weights and moments, the last three divided by
-the data degree as its distributed optimizer does) and the workspaces. *Peak*: also the activations in flight. An
-interleaved last stage warms up with (v - 1) p + 1 chunks (Narayanan et al. 2021, section 2.2). Experts:
+*Allocated* between steps: states (bf16 weights, fp32 gradients, master weights and moments, the last two divided by
+the data degree as its distributed optimizer does) and the workspaces. *Peak*: also the activations in flight. Experts:
 :mod:`tests.regression.megatron_experts`.
 """
 
@@ -14,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from autoplan.cluster import Cluster
-from autoplan.cost_models.memory import layer_saved_bytes, stage_memory
+from autoplan.cost_models.memory import stage_memory
 from autoplan.cost_models.recipes import recipe
 from autoplan.layers.types import LayerKind
 from autoplan.plan import Strategy
@@ -104,9 +103,6 @@ def predict(reading: Reading) -> tuple[float, float]:
         device=Cluster.parse(f"1x{'A100-80GB' if reading.row['gpu'] == 'A100' else 'H100'}").device,
         recompute=[policy if len(kind.operators) > BLOCK_OPERATORS else "none" for kind in kinds],
     )
-    terms["saved_activations"] += _warm_up(reading, strategy, layers) * layer_saved_bytes(
-        middle, policy=policy, samples=strategy.micro_batch_size
-    )
     if experts:
         for name, value in _expert_states(reading, shape, experts, layers).items():
             terms[name] += value
@@ -138,22 +134,13 @@ def _expert_states(reading: Reading, shape: Shape, experts: Experts, layers: int
     ranks = strategy.pipeline * reading.count("expert-model-parallel-size") * _expert_tensor(reading)
     terms = stage_memory(
         [expert_part(shape, experts)] * layers,
-        strategy=dataclasses.replace(strategy, data=GPUS // ranks),
+        strategy=dataclasses.replace(strategy, data=GPUS // ranks, context=1),
         stage=strategy.pipeline - 1,
         recipe=recipe("bf16-megatron"),
         device=Cluster.parse("1xH100").device,
         recompute=["none"] * layers,
     )
     return {name: terms[name] for name in STATES if name != "workspace"}
-
-
-def _warm_up(reading: Reading, strategy: Strategy, layers: int) -> float:
-    """Layers whose activations interleaving adds to those of one micro-batch."""
-    of_chunk = reading.count("num-layers-per-virtual-pipeline-stage", 0)
-    if not of_chunk:
-        return 0.0
-    chunks = layers // of_chunk
-    return min((chunks - 1) * strategy.pipeline + 1, chunks * strategy.micro_batches) * of_chunk - layers
 
 
 def _workspace(reading: Reading) -> float:
@@ -181,10 +168,13 @@ def _strategy(reading: Reading) -> Strategy:
     tensor, pipeline = reading.count("tensor-model-parallel-size"), reading.count("pipeline-model-parallel-size")
     context, samples = reading.count("context-parallel-size"), reading.count("micro-batch-size")
     data = GPUS // (tensor * pipeline * context)
+    chunk = reading.count("num-layers-per-virtual-pipeline-stage", 0)
     return Strategy(
-        data=data * context,  # optimizer state is shared over both
+        data=data,
+        context=context,
         tensor=tensor,
         pipeline=pipeline,
+        virtual_stages=reading.count("num-layers") // pipeline // chunk if chunk else 1,
         zero_stage=int(reading.said("use-distributed-optimizer")),
         micro_batch_size=samples,
         micro_batches=max(1, reading.count("global-batch-size") // (data * samples)),
@@ -206,7 +196,7 @@ def _shape(reading: Reading) -> Shape:
         heads=heads,
         kv_heads=reading.count("num-query-groups", heads),
         vocab=-(-reading.count("vocab-size", GPT2_VOCAB) // pad) * pad,
-        seq=reading.count("seq-length") // reading.count("context-parallel-size"),
+        seq=reading.count("seq-length"),
         family="llama" if gated else "gpt",
         flash=not (unfused or recorded),
         tensor=strategy.tensor,

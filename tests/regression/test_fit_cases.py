@@ -34,7 +34,7 @@ def test_verdicts(capsys: pytest.CaptureFixture[str]) -> None:
         if seen and report.usable:
             errors.append(predicted / seen - 1)
         lines.append(
-            f"{report.id:<9}{report.row['model']:<23}{report.row['gpu']:<22}{report.row['label']:<8}"
+            f"{report.id:<20}{report.row['model']:<23}{report.row['gpu']:<22}{report.row['label']:<8}"
             f"{report.row['reported']:<6}{predicted / 2**30:>8.1f}{report.device.memory_bytes / 2**30:>8.1f}"
             f"{seen / 2**30 if seen else 0:>8.1f}  {'' if is_right(report) else 'WRONG'}"
         )
@@ -42,7 +42,7 @@ def test_verdicts(capsys: pytest.CaptureFixture[str]) -> None:
     every = [is_right(report) for report in REPORTS]
     mean = statistics.mean(abs(error) for error in errors)
     with capsys.disabled():
-        print(f"\n\n{'case':<9}{'model':<23}{'card':<22}{'label':<8}{'said':<6}{'GiB':>8}{'card':>8}{'seen':>8}")
+        print(f"\n\n{'case':<20}{'model':<23}{'card':<22}{'label':<8}{'said':<6}{'GiB':>8}{'card':>8}{'seen':>8}")
         print("\n".join(lines))
         print(f"usable labels {sum(usable)} of {len(usable)}, all {sum(every)} of {len(every)}; peaks {mean:.1%}")
     assert sum(usable) >= 0.9 * len(usable) and sum(every) >= 0.9 * len(every)

@@ -8,8 +8,9 @@ from collections import defaultdict
 
 import pytest
 
-from autoplan.cost_models.memory import layer_saved_bytes
+from autoplan.cost_models.memory import layer_saved_bytes, micro_batches_in_flight
 from autoplan.cost_models.recipes import recipe
+from autoplan.plan import Strategy
 from tests.regression.peaks import predict_memory, predict_peak_bytes
 from tests.regression.runs import DATA, Run, read_out_of_memory, read_rows, read_runs
 from tests.regression.transformer import Shape, block
@@ -46,9 +47,10 @@ def first_stage_bytes(row: dict[str, str], mode: str) -> float:
     """Section 4.3: the first stage holds p micro-batches of its L/p layers, interleaving adds (p - 1) / (p v)."""
     sequence_parallel, policy = MODES[mode]
     shape = shape_of(row, sequence_parallel=sequence_parallel)
-    stages, virtual = int(row["pp"]), int(row["vpp"])
-    interleaving = 1 + (stages - 1) / (stages * virtual) if virtual > 1 else 1.0
-    return shape.layers * layer_saved_bytes(block(shape), policy=policy, samples=int(row["micro_batch"])) * interleaving
+    stages = int(row["pp"])
+    strategy = Strategy(pipeline=stages, virtual_stages=int(row["vpp"]), micro_batches=100)
+    held = micro_batches_in_flight(strategy, 0, layers=shape.layers // stages)
+    return layer_saved_bytes(block(shape), policy=policy, samples=int(row["micro_batch"])) * sum(held)
 
 
 @pytest.mark.parametrize("row", ANALYTIC, ids=lambda row: f"{row['model']} {row['mode']}")
