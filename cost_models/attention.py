@@ -52,7 +52,7 @@ def attention_time_s(
 
 def _shape_efficiency(attention: Attention, device: Device, samples: int) -> float:
     if device.is_cpu:
-        return cpu.causal_efficiency(attention.key_length) if attention.causal else 1.0
+        return cpu.attention_efficiency(attention.key_length, causal=attention.causal)
     fill = _FILL_CAUSAL if attention.causal else _FILL_FULL
     efficiency = attention.key_length / (attention.key_length + fill)
     efficiency *= _head_efficiency(max(attention.head_dim, attention.value_dim))

@@ -96,10 +96,11 @@ class Residual:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fit:
-    """The machine that the samples describe, and how well."""
+    """The machine that the samples describe, and how well. ``dtypes``: those that products were measured in."""
 
     cluster: Cluster
     residuals: tuple[Residual, ...]
+    dtypes: tuple[str, ...] = ()
 
     def errors(self, family: str | None = None) -> tuple[float, float]:
         """(median, worst) absolute relative error of a family, or of all samples."""
@@ -144,6 +145,7 @@ def fit(cluster: Cluster, samples: Sequence[Sample]) -> Fit:
     fitted = dataclasses.replace(cluster, device=device)
     if operators:
         fitted = _refine(fitted, operators, _told_of(operators), _with_device)
+        fitted = dataclasses.replace(fitted, device=_as_shares(fitted.device))
     if transfers:
         fitted = _refine(fitted, transfers, _LINK_PARAMETERS, _with_link)
     residuals = tuple(
@@ -155,7 +157,8 @@ def fit(cluster: Cluster, samples: Sequence[Sample]) -> Fit:
         )
         for sample in samples
     )
-    return Fit(cluster=fitted, residuals=residuals)
+    dtypes = dict.fromkeys(short_dtype(sample.operator.dtype) for sample in operators if _is_product(sample))
+    return Fit(cluster=fitted, residuals=residuals, dtypes=tuple(dtypes))
 
 
 def _at_observed_peaks(device: Device, samples: Sequence[OperatorSample]) -> Device:
@@ -169,6 +172,21 @@ def _at_observed_peaks(device: Device, samples: Sequence[OperatorSample]) -> Dev
     moved = [_moved_bytes(s) / s.seconds for s in samples if s.family == "memory" and not s.backward]
     bandwidth = max(moved, default=device.memory_bytes_per_s)
     return dataclasses.replace(device, peak_flops=peaks, memory_bytes_per_s=bandwidth)
+
+
+def _as_shares(device: Device) -> Device:
+    """The same rates with efficiencies of at most 1: what is above goes into the peaks."""
+    above = max(1.0, device.gemm_efficiency)
+    memory_above = max(1.0, device.memory_efficiency)
+    return dataclasses.replace(
+        device,
+        peak_flops={dtype: peak * above for dtype, peak in device.peak_flops.items()},
+        gemm_efficiency=device.gemm_efficiency / above,
+        attention_forward_efficiency=device.attention_forward_efficiency / above,
+        attention_backward_efficiency=device.attention_backward_efficiency / above,
+        memory_bytes_per_s=device.memory_bytes_per_s * memory_above,
+        memory_efficiency=device.memory_efficiency / memory_above,
+    )
 
 
 def _is_product(sample: OperatorSample) -> bool:
@@ -195,7 +213,10 @@ def _told_of(samples: Sequence[OperatorSample]) -> tuple[str, ...]:
 
 
 def _with_device(cluster: Cluster, values: dict[str, float]) -> Cluster:
-    limited = {name: min(v, 1.0) if name.endswith("efficiency") else v for name, v in values.items()}
+    # A CPU's peaks are only what was seen, launches included: its efficiencies may pass them (see _as_shares).
+    shares = () if cluster.device.is_cpu else ("gemm_efficiency", "memory_efficiency")
+    shares = (*shares, "attention_forward_efficiency", "attention_backward_efficiency")
+    limited = {name: min(v, 1.0) if name in shares else v for name, v in values.items()}
     return dataclasses.replace(cluster, device=dataclasses.replace(cluster.device, **limited))  # type: ignore[arg-type]
 
 

@@ -24,11 +24,15 @@ def cluster_toml(fit: Fit) -> str:
         "",
         "[device]",
         f'base = "{device.name}"',
-        *(_field(name, getattr(device, name)) for name in _DEVICE_FIELDS),
-        "",
-        "[device.peak_flops]",
-        *(_field(dtype, value) for dtype, value in device.peak_flops.items()),
+        *(_field(name, getattr(device, name)) for name in _FITTED),
     ]
+    if device.is_cpu:  # a GPU keeps its data sheet's peaks
+        lines += [
+            _field("memory_bytes_per_s", device.memory_bytes_per_s),
+            "",
+            "[device.peak_flops]",
+            *(_field(dtype, device.peak_flops[dtype]) for dtype in fit.dtypes),
+        ]
     if cluster.gpus_per_node > 1:
         lines += [
             "",
@@ -40,8 +44,7 @@ def cluster_toml(fit: Fit) -> str:
     return "\n".join(lines) + "\n"
 
 
-_DEVICE_FIELDS = (
-    "memory_bytes_per_s",
+_FITTED = (
     "launch_s",
     "gemm_efficiency",
     "attention_forward_efficiency",

@@ -27,6 +27,8 @@ from autoplan.runtime.launch import launch
 
 COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "send")
 _MOST_DEFAULT_RANKS = 8
+_CALLS = 4  # transfers in a row: few, so that some rounds meet nothing else that runs
+_MOST_TRANSFERS = 1000
 _LARGEST_KEPT_BYTES = 31 * 2**20
 _CUDA_REPEATS = 20  # calls that fill the queue, so that the clock sees the device and not the launch
 
@@ -119,15 +121,15 @@ def _settle_allocator() -> None:
 
 def _timed(probe: Probe, device: torch.device, effort: _Effort, *, backward: bool) -> OperatorSample:
     once = _backward_s if backward else _forward_s
-    inputs = probe.inputs(device, gradients=backward or probe.family == "dispatch")
-    once(probe, inputs)
+    operands = probe.operands(device, gradients=backward or probe.family == "dispatch")
+    once(probe, operands)
     if dist.get_world_size() > 1:
         dist.barrier()  # ranks measure the same probe at the same time
     least, most = effort.rounds
     end = time.perf_counter() + effort.probe_s
     rounds: list[float] = []
     while len(rounds) < least or (len(rounds) < most and time.perf_counter() < end):
-        rounds.append(once(probe, inputs))
+        rounds.append(once(probe, operands))
     return OperatorSample(
         family=probe.family,
         operator=probe.operator,
@@ -136,30 +138,38 @@ def _timed(probe: Probe, device: torch.device, effort: _Effort, *, backward: boo
     )
 
 
-def _forward_s(probe: Probe, inputs: list[Tensor]) -> float:
-    with torch.set_grad_enabled(inputs[0].requires_grad):
-        return _seconds(lambda: _chain(probe, inputs), inputs[0].device) / probe.calls
+def _forward_s(probe: Probe, operands: list[list[Tensor]]) -> float:
+    first = operands[0][0]
+    with torch.set_grad_enabled(first.requires_grad):
+        return _seconds(lambda: _outputs(probe, operands), first.device) / probe.calls
 
 
-def _backward_s(probe: Probe, inputs: list[Tensor]) -> float:
-    on_gpu = inputs[0].is_cuda
-    outputs = [_chain(probe, inputs)[-1] for _ in range(_CUDA_REPEATS if on_gpu else 1)]
-    gradients = [torch.ones_like(output) for output in outputs]
-    left = iter(zip(outputs, gradients, strict=True))
+def _backward_s(probe: Probe, operands: list[list[Tensor]]) -> float:
+    device = operands[0][0].device
+    repeats = _CUDA_REPEATS if device.type == "cuda" else 1
+    left = iter([_outputs(probe, operands) for _ in range(repeats)])
+    gradient = torch.ones_like(probe.function(*operands[0]))
 
     def run() -> None:
-        output, gradient = next(left)
-        torch.autograd.grad(output, inputs[:1] if probe.chained else inputs, gradient)
+        outputs = next(left)
+        if probe.chained:
+            torch.autograd.grad(outputs[-1], operands[0][:1], gradient)
+            return
+        for output, of_call in zip(reversed(outputs), reversed(operands), strict=True):
+            torch.autograd.grad(output, of_call, gradient)
 
-    return _seconds(run, inputs[0].device) / probe.calls
+    return _seconds(run, device) / probe.calls
 
 
-def _chain(probe: Probe, inputs: list[Tensor]) -> list[Tensor]:
-    first, *others = inputs
+def _outputs(probe: Probe, operands: list[list[Tensor]]) -> list[Tensor]:
+    """The outputs of all calls, all kept."""
+    if not probe.chained:
+        return [probe.function(*of_call) for of_call in operands]
+    first, *others = operands[0]
     outputs = []
     for _ in range(probe.calls):
-        outputs.append(probe.function(first, *others))
-        first = outputs[-1] if probe.chained else first
+        first = probe.function(first, *others)
+        outputs.append(first)
     return outputs
 
 
@@ -182,11 +192,11 @@ def _transfer(name: str, size: int, device: torch.device, effort: _Effort) -> Tr
     elements = max(ranks, size // 4 // ranks * ranks)
     run = _transfers(name, elements, device)
     run()
-    calls = max(1, min(20, 2**20 // size))
-    least, most = effort.rounds
+    calls = max(1, min(_CALLS, 2**20 // size))
+    least = effort.rounds[0]
     best = float("inf")
     end = time.perf_counter() + effort.transfer_s
-    for done in range(most):
+    for done in range(_MOST_TRANSFERS):
         enough = torch.tensor(float(done >= least and time.perf_counter() > end), device=device)
         dist.broadcast(enough, src=0)  # all ranks stop together, and start together
         if enough.item():

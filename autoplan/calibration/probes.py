@@ -1,8 +1,10 @@
 """What is measured: operators in the shapes that training has, each with the description that plans price.
 
-A *chain* runs one operator over and over on its own output and keeps every output, as a forward does: results go to
-memory that is not in any cache, operands come from the operator before. Sizes are chosen so that a call takes from
-microseconds (dispatch) to tens of milliseconds.
+As in a forward, every output is kept, 48 MiB of them, so that results go to memory that is in no cache. A *chained*
+probe runs one operator over and over on its own output: operands come from the operator before. Products and attention
+instead take other operands at every call, because in training weights and saved activations come from memory (on a Zen
+5 core hot operands flatter a product by 5 to 10%). Sizes are chosen so that a call takes from microseconds (dispatch)
+to tens of milliseconds.
 """
 
 from __future__ import annotations
@@ -19,13 +21,14 @@ from autoplan.cost_models.precision import dtype_bytes
 from autoplan.layers.types import Attention, Gemm, Operator, OperatorKind
 
 _DTYPES = {"fp32": torch.float32, "fp64": torch.float64, "bf16": torch.bfloat16, "fp16": torch.float16}
+_KEPT_BYTES = 48 * 2**20
 _DISPATCHED = 64  # elements: far too few to take time of their own
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Probe:
-    """``operator`` describes one call of ``function(*inputs)``, the first input of which is replaced by the output
-    where it is ``chained``. ``calls`` in a row make one timing."""
+    """``operator`` describes one call of ``function(*operands)``; ``calls`` in a row make one timing, each on operands
+    of its own, or where ``chained`` with the output before as first operand."""
 
     family: str
     operator: Operator
@@ -35,18 +38,21 @@ class Probe:
     chained: bool = False
     calls: int = 1
 
-    def inputs(self, device: torch.device, *, gradients: bool) -> list[Tensor]:
-        """Random operands on ``device``."""
+    def operands(self, device: torch.device, *, gradients: bool) -> list[list[Tensor]]:
+        """Random operands on ``device``: of every call, or of the first of a chain."""
         dtype = _DTYPES[self.operator.dtype]
-        return [torch.randn(shape, dtype=dtype, device=device).requires_grad_(gradients) for shape in self.shapes]
+        return [
+            [torch.randn(shape, dtype=dtype, device=device).requires_grad_(gradients) for shape in self.shapes]
+            for _ in range(1 if self.chained else self.calls)
+        ]
 
 
 def probes(device_type: str, *, quick: bool) -> tuple[Probe, ...]:
     """What to measure on ``device_type`` (cpu or cuda); ``quick``: a small part of it."""
     sizes = _CUDA if device_type == "cuda" else _CPU
     made = [
-        *(_linear(dtype, *mkn) for dtype, shapes in sizes.products.items() for mkn in shapes),
-        *(_attention(sizes.attention_dtype, *shape) for shape in sizes.attentions),
+        *(_linear(dtype, *mkn, sizes.calls) for dtype, shapes in sizes.products.items() for mkn in shapes),
+        *(_attention(sizes.attention_dtype, *shape, sizes.calls) for shape in sizes.attentions),
         *(wise(sizes.attention_dtype, rows, sizes.width) for rows in sizes.rows for wise in (_copy, _add, _norm)),
         *(_gelu(sizes.attention_dtype, rows, sizes.width) for rows in sizes.rows),
         _dispatch("add", torch.add),
@@ -57,19 +63,21 @@ def probes(device_type: str, *, quick: bool) -> tuple[Probe, ...]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Sizes:
-    """``products``: (m, k, n) by dtype; ``attentions``: (samples, heads, length, head dimension, causal)."""
+    """``products``: (m, k, n) by dtype; ``attentions``: (samples, heads, length, head dimension, causal); ``calls``:
+    sets of operands of both, enough to leave the caches."""
 
     products: dict[str, tuple[tuple[int, int, int], ...]]
     attentions: tuple[tuple[int, int, int, int, bool], ...]
     attention_dtype: str
     rows: tuple[int, ...]
     width: int
+    calls: int
 
 
 _CPU = _Sizes(
     products={
-        "fp32": ((64, 256, 768), (512, 256, 256), (512, 256, 1024), (1024, 512, 512), (512, 1024, 1024)),
-        "fp64": ((256, 256, 512), (512, 512, 512)),
+        "fp32": ((64, 256, 768), (512, 256, 256), (512, 256, 1024), (1024, 1024, 256), (1024, 256, 1024)),
+        "fp64": ((256, 256, 512), (512, 256, 512)),
     },
     attentions=(
         (8, 4, 64, 64, True),
@@ -79,8 +87,9 @@ _CPU = _Sizes(
         (1, 4, 512, 64, False),
     ),
     attention_dtype="fp32",
-    rows=(512, 2048, 8192),
+    rows=(1024, 2048, 8192),
     width=256,
+    calls=8,
 )
 _CUDA = _Sizes(
     products={
@@ -99,10 +108,11 @@ _CUDA = _Sizes(
     attention_dtype="bf16",
     rows=(4096, 16384, 65536),
     width=4096,
+    calls=1,
 )
 
 
-def _linear(dtype: str, m: int, k: int, n: int) -> Probe:
+def _linear(dtype: str, m: int, k: int, n: int, calls: int) -> Probe:
     size, flops = dtype_bytes(dtype), 2.0 * m * k * n
     operator = Operator(
         name=f"linear {dtype} [{m}, {k}] x [{k}, {n}]",
@@ -113,13 +123,14 @@ def _linear(dtype: str, m: int, k: int, n: int) -> Probe:
         backward_flops=2 * flops,
         read_bytes=size * m * k,
         written_bytes=size * m * n,
-        parameter_bytes=size * k * n,
+        parameter_bytes=size * (k + 1) * n,
         gemm=Gemm(m=m, n=n, k=k),
     )
-    return Probe(family="gemm", operator=operator, function=F.linear, shapes=((m, k), (n, k)), backward=True)
+    shapes = ((m, k), (n, k), (n,))
+    return Probe(family="gemm", operator=operator, function=F.linear, shapes=shapes, backward=True, calls=calls)
 
 
-def _attention(dtype: str, samples: int, heads: int, length: int, width: int, causal: bool) -> Probe:
+def _attention(dtype: str, samples: int, heads: int, length: int, width: int, causal: bool, calls: int) -> Probe:
     flops = 4.0 * samples * heads * length * length * width
     operator = Operator(
         name=f"attention {dtype} {samples} x {heads} heads, {length} x {width}{', causal' if causal else ''}",
@@ -144,7 +155,9 @@ def _attention(dtype: str, samples: int, heads: int, length: int, width: int, ca
         return F.scaled_dot_product_attention(query, key, value, is_causal=causal)
 
     shape = (samples, heads, length, width)
-    return Probe(family="attention", operator=operator, function=function, shapes=(shape,) * 3, backward=True)
+    return Probe(
+        family="attention", operator=operator, function=function, shapes=(shape,) * 3, backward=True, calls=calls
+    )
 
 
 def _copy(dtype: str, rows: int, width: int) -> Probe:
@@ -195,7 +208,7 @@ def _memory(
         shapes=shapes,
         backward=backward,
         chained=True,
-        calls=6,
+        calls=max(1, round(_KEPT_BYTES / moved)),
     )
 
 

@@ -51,8 +51,8 @@ def calibrate(
 def _figures(fit: Fit) -> Any:
     device, link = fit.cluster.device, fit.cluster.intra
     listed = console.table(("parameter", False), ("value", True))
-    for dtype, peak in device.peak_flops.items():
-        listed.add_row(f"{dtype} products", f"{peak * device.gemm_efficiency / 1e9:,.0f} GFLOP/s")
+    for dtype in fit.dtypes:
+        listed.add_row(f"{dtype} products", f"{device.peak_flops[dtype] * device.gemm_efficiency / 1e9:,.0f} GFLOP/s")
     listed.add_row("attention, forward", percent(device.attention_forward_efficiency) + " of the peak")
     listed.add_row("attention, backward", percent(device.attention_backward_efficiency) + " of the peak")
     listed.add_row("memory", f"{device.memory_bytes_per_s * device.memory_efficiency / 1e9:,.1f} GB/s")
