@@ -1,12 +1,12 @@
 """Device, Link, Cluster: the machines a plan is for, and how a user names them.
 
-Plain data; imports nothing of ours but the error family (and torch only to look at local GPUs). Devices are TOML
-files in ``cost_models/hardware``: data-sheet figures, each with its source. A cluster is nodes x GPUs a node of one
-device kind, an intra-node link and an inter-node link. A *node* is what the intra-node link spans, so a rack with one
-NVLink domain (GB200 NVL72) is one node.
+Plain data; imports nothing of ours but the error family and the table of machines (and torch only to look at local
+GPUs). Devices are TOML files in ``cost_models/hardware``: data-sheet figures, each with its source. A cluster is nodes
+x GPUs a node of one device kind, an intra-node link and an inter-node link. A *node* is what the intra-node link spans,
+so a rack with one NVLink domain (GB200 NVL72) is one node.
 
-SPEC: ``8`` (the local kind), ``8xH100``, ``16x8xA100-80GB`` (nodes x GPUs a node x kind), ``4xcpu``, or the path of a
-cluster file::
+SPEC: ``8`` (the local kind), ``8xH100``, ``16x8xA100-80GB`` (nodes x GPUs a node x kind), ``4xp5.48xlarge`` (machines
+by their maker's name, :mod:`.instances`), ``4xcpu``, or the path of a cluster file::
 
     device = "H100"             # a kind, or a table: base = "H100", and any field of a device file
     nodes = 4
@@ -30,10 +30,11 @@ from pathlib import Path
 from typing import Any
 
 from autoplan.errors import ClusterError
+from autoplan.instances import BY_NAME, Instance
 
 DEFAULT_KIND = "A100-80GB-SXM"
 HARDWARE = Path(__file__).parent / "cost_models" / "hardware"
-_LEGAL = "8, 8xH100, 2x8xA100-80GB (nodes x GPUs a node x kind), 4xcpu, or a cluster file (.toml)"
+_LEGAL = "8, 8xH100, 2x8xA100-80GB (nodes x GPUs a node x kind), 4xp5.48xlarge, 4xcpu, or a cluster file (.toml)"
 _PRESET = re.compile(r"(?:(?P<nodes>[+-]?\d+)x)?(?P<gpus>[+-]?\d+)x(?P<kind>\D.*|\d{4})", re.IGNORECASE)
 _LINK_FIELDS = ("name", "bytes_per_s", "gbit_per_s", "latency_s", "peers")
 _EFFICIENCIES = ("gemm", "attention_forward", "attention_backward", "memory")
@@ -177,6 +178,8 @@ def _preset_cluster(text: str) -> Cluster:
     if match is None:
         raise _not_a_preset(text)
     gpus = _integer(match["gpus"], "number of GPUs", where=text)
+    if match["kind"].strip().lower() in BY_NAME:
+        return _instances(match, BY_NAME[match["kind"].strip().lower()], where=text)
     machine = _machine(_resolve(match["kind"], where=text))
     if match["nodes"] is None:
         return _lay_out(gpus, machine, _assumed(machine))
@@ -189,6 +192,24 @@ def _preset_cluster(text: str) -> Cluster:
             attempt="a cluster file, if your machine differs",
         )
     return _cluster(machine, nodes, gpus, _assumed(machine))
+
+
+def _instances(match: re.Match[str], instance: Instance, *, where: str) -> Cluster:
+    """``4xp5.48xlarge``: four machines, whole."""
+    if match["nodes"] is not None and int(match["gpus"]) != instance.gpus:
+        raise ClusterError(
+            f"{match['gpus']} GPUs a node: {instance.names[0]} has {instance.gpus}",
+            where=where,
+            legal=f"a number of machines, as in 4x{instance.names[0]}",
+            attempt=f"{match['nodes']}x{match['gpus']}x{instance.kind} for a part of a machine",
+        )
+    count = _integer(match["nodes"] or match["gpus"], "number of machines", where=where)
+    base = _machine(instance.kind)
+    link = Link(name=instance.link_name, bytes_per_s=instance.bytes_per_s, latency_s=instance.latency_s)
+    notes = (f"{instance.names[0]}: {instance.gpus} {instance.kind} a machine, {link.name} between machines",)
+    return dataclasses.replace(
+        _cluster(base, count, instance.gpus, ()), inter=link, spec=f"{count}x{instance.names[0]}", assumptions=notes
+    )
 
 
 def _not_a_preset(text: str) -> ClusterError:
@@ -294,8 +315,9 @@ def _resolve(name: str, *, where: str) -> str:
 
 
 def _unknown_kind(name: str, *, where: str = "") -> ClusterError:
-    near = difflib.get_close_matches(name.lower(), _aliases(), n=3, cutoff=0.4)
-    kinds = list(dict.fromkeys(_aliases()[alias] for alias in near))
+    known = _aliases() | {alias: instance.names[0] for alias, instance in BY_NAME.items()}
+    near = difflib.get_close_matches(name.lower(), known, n=3, cutoff=0.4)
+    kinds = list(dict.fromkeys(known[alias] for alias in near))
     return ClusterError(
         f"unknown GPU kind: {name!r}",
         where=where,

@@ -11,6 +11,7 @@ import pytest
 
 from autoplan.cluster import HARDWARE, Cluster, device_kinds, local_device_count
 from autoplan.errors import ClusterError
+from autoplan.instances import INSTANCES
 
 
 @pytest.mark.parametrize(
@@ -147,3 +148,31 @@ def test_parsing_does_not_import_torch() -> None:
     code = "import sys; from autoplan.cluster import Cluster; Cluster.parse('8xH100'); print('torch' in sys.modules)"
     shown = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert shown.stdout.strip() == "False"
+
+
+@pytest.mark.parametrize(
+    ("spec", "gpus", "kind", "gbit_per_s"),
+    [
+        ("4xp5.48xlarge", 32, "H100-80GB-SXM", 400),  # 8 GPUs, 3200 Gb/s a machine
+        ("2xp4d.24xlarge", 16, "A100-40GB-SXM", 50),
+        ("2xa3-mega", 16, "H100-80GB-SXM", 200),
+        ("1xg5.48xlarge", 8, "A10G", 12.5),
+        ("16xND96isr_H100_v5", 128, "H100-80GB-SXM", 400),
+    ],
+)
+def test_machines_of_clouds_by_name(spec: str, gpus: int, kind: str, gbit_per_s: float) -> None:
+    cluster = Cluster.parse(spec)
+    assert (cluster.gpus, cluster.device.name) == (gpus, kind)
+    assert cluster.inter.bytes_per_s == pytest.approx(gbit_per_s * 1e9 / 8)
+    assert Cluster.parse(cluster.to_spec()) == cluster
+
+
+def test_a_part_of_a_machine_is_not_a_machine() -> None:
+    with pytest.raises(ClusterError, match="has 8"):
+        Cluster.parse("2x4xp5.48xlarge")
+
+
+def test_every_machine_has_a_device_and_a_single_meaning() -> None:
+    assert {instance.kind for instance in INSTANCES} <= set(device_kinds())
+    names = [name.lower() for instance in INSTANCES for name in instance.names]
+    assert len(set(names)) == len(names)
