@@ -62,9 +62,8 @@ class _Pending:
 class StageInterpreter:
     """Executes the actions of one stage on one rank.
 
-    ``channels`` is None for a single stage, which communicates with no other. ``around_forward()`` is entered around
-    the stage's graph, and ``before_backward(last)`` is called
-    ahead of each backward; ``last`` says that no other follows in this step. ``peak_in_flight`` is the most
+    ``channels`` is None for a single stage, which communicates with no other. ``around_forward(micro_batch)`` is
+    entered around each run of the stage's graph, and ``before_backward(last)`` is called ahead of each backward; ``last`` says that no other follows in this step. ``peak_in_flight`` is the most
     micro-batches whose activations were held at once in the latest run.
     """
 
@@ -76,7 +75,7 @@ class StageInterpreter:
         device: torch.device,
         channels: Channels | None,
         communicator: Communicator | None,
-        around_forward: Callable[[], AbstractContextManager[None]],
+        around_forward: Callable[[int], AbstractContextManager[None]],
         before_backward: Callable[[bool], None],
     ) -> None:
         self.stage, self.rank, self.device = stage, rank, device
@@ -129,7 +128,7 @@ class StageInterpreter:
         micro_batch = run.micro_batches[index]
         received = self._receive(index, micro_batch.samples)
         inputs = [micro_batch.inputs[name] for name in self.stage.batch_inputs]
-        with self._around_forward():
+        with self._around_forward(index):
             outputs = self.stage.graph_module(*inputs, *(tensor for _, tensor in received))
         sent = list(zip(self.stage.sends, outputs, strict=False))
         loss = outputs[-1] if self.stage.returns_loss else None

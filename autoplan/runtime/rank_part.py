@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -18,6 +20,7 @@ from autoplan.runtime.data_parallel import GradientSync, norm_terms
 from autoplan.runtime.faults import RankFault, action_fault
 from autoplan.runtime.gathered import gradient_sync
 from autoplan.runtime.interpreter import MicroBatch, StageInterpreter
+from autoplan.runtime.randomness import Randomness
 from autoplan.runtime.state import FullTensors
 from autoplan.schedules import stage_actions
 from autoplan.sharding.placements import Placement, Shard
@@ -37,6 +40,7 @@ class RankPart:
             device=device,
         )
         self._ownership = ownership
+        self._randomness = Randomness(self.mesh, stages)
         self.sync: GradientSync | None = None
         self.interpreter: StageInterpreter | None = None
         self._weights: GraphModule | None = None
@@ -78,7 +82,7 @@ class RankPart:
             device=device,
             channels=Channels(mesh, values) if strategy.pipeline > 1 else None,
             communicator=AxisCommunicator(mesh) if strategy.tensor > 1 else None,
-            around_forward=self.sync.around_forward,
+            around_forward=self._around_forward,
             before_backward=self.sync.before_backward,
         )
         batch_names = {spec.placeholder for spec in self._capture.inputs}
@@ -95,6 +99,7 @@ class RankPart:
         """The loss of the global batch; see :meth:`Program.step`."""
         loss = torch.zeros((), dtype=torch.float64, device=self._device)
         micro_batches = self._micro_batches(batch, local=local)
+        self._randomness.begin_step()
         if self.interpreter is not None and self.sync is not None and self.mesh.at is not None:
             stage = self.mesh.at.pipeline
             try:
@@ -118,6 +123,12 @@ class RankPart:
             if self.mesh.at.tensor == 0:  # the others hold the same loss
                 loss = contribution
         return float(self.mesh.sum_over_world(loss).item())
+
+    @contextmanager
+    def _around_forward(self, micro_batch: int) -> Iterator[None]:
+        assert self.sync is not None
+        with self.sync.around_forward(), self._randomness.around_forward(micro_batch):
+            yield
 
     def _micro_batches(self, batch: Any, *, local: bool) -> list[MicroBatch]:
         tensors = {

@@ -52,11 +52,20 @@ STRATEGIES: dict[str, dict[str, Any]] = {
         "recompute": "selective",
     },
     "tp2-recompute": {"data": 1, "tensor": 2, "pipeline": 1, "micro_batch_size": 2, "recompute": "full"},
+    "dp2-pp2-zero3": {"data": 2, "tensor": 1, "pipeline": 2, "micro_batch_size": 1, "zero_stage": 3},
+    "dp2-tp2-zero3-recompute": {
+        "data": 2,
+        "tensor": 2,
+        "pipeline": 1,
+        "micro_batch_size": 2,
+        "zero_stage": 3,
+        "recompute": "full",
+    },
     "dp2-pp2-zero2": {"data": 2, "tensor": 1, "pipeline": 2, "micro_batch_size": 1, "zero_stage": 2},
 }
 
 # Memory savers: these models by default, the others in the wide matrix.
-DEFAULT_SAVERS = {("gpt2", "dp2-pp2-recompute"), ("llama", "tp2-recompute")}
+DEFAULT_SAVERS = {("gpt2", "dp2-pp2-recompute"), ("llama", "tp2-recompute"), ("gpt2", "dp2-tp2-zero3-recompute")}
 
 
 def _is_wide(model: str, strategy: str) -> bool:
