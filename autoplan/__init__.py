@@ -27,6 +27,7 @@ from autoplan.errors import (
 from autoplan.plan import Plan, Stage, Strategy
 
 from autoplan.api import compile, plan, predict  # isort: skip
+from autoplan.questions import compare, fit, min_gpus  # isort: skip
 from autoplan.verification import verify  # isort: skip
 
 if TYPE_CHECKING:
@@ -52,8 +53,11 @@ __all__ = [
     "Strategy",
     "StrategyError",
     "VerifyError",
+    "compare",
     "compile",
+    "fit",
     "launch",
+    "min_gpus",
     "plan",
     "predict",
     "verify",

@@ -13,7 +13,22 @@ import typer
 from typer.core import TyperGroup
 
 import autoplan
-from autoplan.cli import calibrate, clusters, explain, models, plan, predict, report, run, show, simulate, verify
+from autoplan.cli import (
+    calibrate,
+    clusters,
+    compare,
+    explain,
+    fit,
+    min_gpus,
+    models,
+    plan,
+    predict,
+    report,
+    run,
+    show,
+    simulate,
+    verify,
+)
 from autoplan.cli.console import error_line
 from autoplan.errors import AutoplanError
 
@@ -98,11 +113,14 @@ application = typer.Typer(
 )
 application.command("plan")(plan.plan)
 application.command("predict")(predict.predict)
+application.command("fit")(fit.fit)
+application.command("min-gpus")(min_gpus.min_gpus)
+application.command("compare")(compare.compare)
 application.command("explain")(explain.explain)
 application.command("show")(show.show)
-application.command("verify")(verify.verify)
 application.command("simulate")(simulate.simulate)
 application.command("report")(report.report)
+application.command("verify")(verify.verify)
 application.command(
     "run", context_settings={"allow_extra_args": True, "ignore_unknown_options": True, "allow_interspersed_args": True}
 )(run.run)

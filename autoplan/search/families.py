@@ -176,5 +176,5 @@ def _spent(evaluation: Evaluation) -> dict[str, float]:
 
 
 def gib(value: float) -> str:
-    """Bytes in GiB, for sentences."""
-    return f"{value / GIB:.2f} GiB"
+    """Bytes in GiB, or TiB from a thousand of those, for sentences."""
+    return f"{value / GIB:.2f} GiB" if value < 1000 * GIB else f"{value / GIB / 1024:.2f} TiB"

@@ -3,19 +3,35 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 
 from autoplan.cluster import Cluster, device_kinds
 from autoplan.errors import AutoplanError, InfeasibleError, StrategyError
+from autoplan.plan import Strategy
 from autoplan.search.engine import Engine, solve_strategy
+from autoplan.search.evaluate import evaluate_decision
 from autoplan.search.families import gib
 from autoplan.search.problem import RECOMPUTE_POLICIES, ZERO_STAGES, Problem
-from autoplan.search.shortfall import nearest
+from autoplan.search.shortfall import Shortfall, nearest
 from autoplan.search.space import open_space
 
 # Doublings of the GPUs before the search for a count that fits gives up, and counts tried between two doublings.
 MOST_DOUBLINGS = 14
 MOST_BETWEEN = 16
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fitting:
+    """A candidate of ``problem`` that fits, and what its layers recompute."""
+
+    problem: Problem
+    strategy: Strategy
+    recompute: tuple[str, ...]
+
+    def __str__(self) -> str:
+        recompute = f", recompute {' and '.join(self.recompute)}" if self.recompute else ""
+        return f"{self.strategy.describe()}, micro-batch {self.strategy.micro_batch_size}{recompute}"
 
 
 def infeasible(engine: Engine) -> AutoplanError:
@@ -26,7 +42,7 @@ def infeasible(engine: Engine) -> AutoplanError:
     if short is None:
         return _no_candidates(engine)
     cluster, term = problem.cluster, short.largest_term
-    suggestions = tuple(_suggestions(problem))
+    suggestions = tuple(_suggestions(problem, short))
     where = f" on stage {short.stage}" if short.strategy.pipeline > 1 else ""
     what = (
         f"{problem.layers.name} does not fit {cluster.spec} at global batch {problem.global_batch}: the nearest plan "
@@ -61,8 +77,8 @@ def _no_candidates(engine: Engine) -> StrategyError:
     )
 
 
-def fits(problem: Problem) -> str:
-    """How the problem's nearest candidate that fits is called, "" if none fits. Errors of the problem mean no."""
+def fits(problem: Problem) -> Fitting | None:
+    """The problem's candidate with the least bound that fits, None if none does. Errors of the problem mean no."""
     try:
         engine = Engine(space=open_space(problem), solver=None)
         for index in engine.order():
@@ -70,18 +86,21 @@ def fits(problem: Problem) -> str:
                 strategy = engine.space.candidates.strategy(index)
                 solution = solve_strategy(engine.space, strategy)
                 if solution is not None and solution.split is not None:
-                    return f"{strategy.describe()}, micro-batch {strategy.micro_batch_size}"
+                    priced = evaluate_decision(engine.space, strategy, solution.split.cuts)
+                    used = {policy for stage in priced.stages for policy in stage.policies} - {"none"}
+                    return Fitting(problem=problem, strategy=strategy, recompute=tuple(sorted(used)))
     except AutoplanError:
-        return ""
-    return ""
+        return None
+    return None
 
 
-def _suggestions(problem: Problem) -> Iterator[str]:
+def _suggestions(problem: Problem, short: Shortfall) -> Iterator[str]:
     yield from _freed(problem)
+    yield from _changed(problem, short)
     yield from _widened(problem)
-    count = smallest_count(problem)
-    if count:
-        yield f"{count[0]} GPUs of this kind are the fewest that fit ({count[1]})"
+    found = smallest_count(problem)
+    if found is not None:
+        yield f"{found.problem.cluster.gpus} GPUs of this kind are the fewest that fit ({found})"
     yield from _roomier(problem)
 
 
@@ -90,19 +109,45 @@ def _freed(problem: Problem) -> Iterator[str]:
     for key in problem.forced:
         rest = {k: v for k, v in problem.forced.items() if k != key}
         found = fits(dataclasses.replace(problem, forced=rest))
-        if found:
+        if found is not None:
             yield f"leave `{key}` free: it fits with {found}"
+
+
+def _changed(problem: Problem, short: Shortfall) -> Iterator[str]:
+    """Other values for forced keys, nearest first: a smaller micro-batch, recompute, more ZeRO, a tensor degree."""
+    forced, strategy = problem.forced, short.strategy
+    zero = int(forced.get("zero_stage", 0)) if str(forced.get("zero_stage", 0)).isdigit() else 0
+    tries: dict[str, tuple[object, ...]] = {
+        "micro_batch_size": tuple(m for m in _halves(strategy.micro_batch_size)),
+        "recompute": tuple(p for p in ("selective", "full") if p in problem.recompute_policies),
+        "zero_stage": tuple(stage for stage in problem.zero_stages if stage > zero),
+        "tensor": tuple(2 * strategy.tensor * 2**k for k in range(3)),
+    }
+    for key, values in tries.items():
+        if key not in forced:
+            continue
+        for value in values:
+            found = fits(dataclasses.replace(problem, forced={**forced, key: value}))
+            if found is not None:
+                yield f"{key}={value} fits ({found})"
+                break
+
+
+def _halves(size: int) -> Iterator[int]:
+    while size > 1:
+        size //= 2
+        yield size
 
 
 def _widened(problem: Problem) -> Iterator[str]:
     """What can be priced but is not executed here: it tells the user what to wait for, or to plan for."""
     if set(problem.recompute_policies) < set(RECOMPUTE_POLICIES):
         found = fits(dataclasses.replace(problem, recompute_policies=RECOMPUTE_POLICIES))
-        if found:
+        if found is not None:
             yield f"with recompute, which this runtime does not execute yet, it would fit ({found})"
     if set(problem.zero_stages) < set(ZERO_STAGES):
         found = fits(dataclasses.replace(problem, zero_stages=ZERO_STAGES))
-        if found:
+        if found is not None:
             yield f"with ZeRO-3, which this runtime does not execute yet, it would fit ({found})"
 
 
@@ -111,45 +156,49 @@ def _roomier(problem: Problem) -> Iterator[str]:
     have = problem.cluster.device
     kinds = []
     for kind in device_kinds():
-        cluster = _like(problem.cluster, problem.cluster.gpus, kind)
+        cluster = like(problem.cluster, problem.cluster.gpus, kind)
         if cluster is not None and cluster.device.memory_bytes > have.memory_bytes:
             kinds.append((cluster.device.memory_bytes, kind, cluster))
     for _, kind, cluster in sorted(kinds, key=lambda entry: entry[:2]):
-        if fits(dataclasses.replace(problem, cluster=cluster)):
+        if fits(dataclasses.replace(problem, cluster=cluster)) is not None:
             yield f"{problem.cluster.gpus} {kind} ({gib(cluster.device.memory_bytes)} each) fit"
             return
 
 
-def smallest_count(problem: Problem) -> tuple[int, str] | None:
-    """The fewest GPUs of the cluster's kind that fit, and how: doubling until one fits, then the counts between."""
+def smallest_count(problem: Problem, *, batch_of: Callable[[int], int] | None = None) -> Fitting | None:
+    """The fewest GPUs of the cluster's kind above its own number that fit: doubling until one fits, then the counts
+    between. ``batch_of``: the global batch for a count; the problem's own unless given."""
     tried = problem.cluster.gpus
     for _ in range(MOST_DOUBLINGS):
-        found = _fits_on(problem, 2 * tried)
-        if found:
-            return _between(problem, tried, 2 * tried) or (2 * tried, found)
+        found = _fits_on(problem, 2 * tried, batch_of)
+        if found is not None:
+            return _between(problem, tried, 2 * tried, batch_of) or found
         tried *= 2
     return None
 
 
-def _between(problem: Problem, low: int, high: int) -> tuple[int, str] | None:
+def _between(problem: Problem, low: int, high: int, batch_of: Callable[[int], int] | None) -> Fitting | None:
     """The smallest count above ``low`` and below ``high`` that fits, in steps that keep nodes whole."""
     width = problem.cluster.gpus_per_node if low >= problem.cluster.gpus_per_node and problem.cluster.nodes > 1 else 1
     if low % 8 == 0:
         width = max(width, 8)
     step = max(width, -(-(high - low) // MOST_BETWEEN // width) * width)
     for count in range(low + step, high, step):
-        found = _fits_on(problem, count)
-        if found:
-            return count, found
+        found = _fits_on(problem, count, batch_of)
+        if found is not None:
+            return found
     return None
 
 
-def _fits_on(problem: Problem, gpus: int) -> str:
-    cluster = _like(problem.cluster, gpus, problem.cluster.device.name)
-    return fits(dataclasses.replace(problem, cluster=cluster)) if cluster is not None else ""
+def _fits_on(problem: Problem, gpus: int, batch_of: Callable[[int], int] | None) -> Fitting | None:
+    cluster = like(problem.cluster, gpus, problem.cluster.device.name)
+    if cluster is None:
+        return None
+    batch = batch_of(gpus) if batch_of else problem.global_batch
+    return fits(dataclasses.replace(problem, cluster=cluster, global_batch=batch))
 
 
-def _like(cluster: Cluster, gpus: int, kind: str) -> Cluster | None:
+def like(cluster: Cluster, gpus: int, kind: str) -> Cluster | None:
     """``gpus`` GPUs of ``kind`` laid out as that kind usually is; for this cluster's own kind with its own links."""
     try:
         usual = Cluster.parse(f"{gpus}x{kind}")
@@ -157,7 +206,9 @@ def _like(cluster: Cluster, gpus: int, kind: str) -> Cluster | None:
         usual = None
     if kind != cluster.device.name:
         return usual
-    if cluster.nodes > 1 or usual is None:
+    if usual is None and gpus < cluster.gpus_per_node:
+        return dataclasses.replace(cluster, nodes=1, gpus_per_node=gpus, spec=f"{gpus}x{kind}")
+    if (cluster.nodes > 1 and gpus > cluster.gpus_per_node) or usual is None:
         nodes, rest = divmod(gpus, cluster.gpus_per_node)
         return None if rest else dataclasses.replace(cluster, nodes=nodes, spec=f"{gpus}x{kind}")
     return dataclasses.replace(

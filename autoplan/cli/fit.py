@@ -1,0 +1,89 @@
+"""``autoplan fit``: does a model fit, with how much to spare, or what is the nearest change that makes it fit."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TYPE_CHECKING
+
+import typer
+
+from autoplan.cli import answer, console, options
+from autoplan.errors import InfeasibleError
+from autoplan.explain.text import size
+
+if TYPE_CHECKING:
+    from autoplan.search.questions import Fit
+
+
+def fit(
+    model: options.Model,
+    gpus: options.Gpus,
+    global_batch: options.GlobalBatch = None,
+    seq: options.Sequence = None,
+    precision: options.Precision = None,
+    optimizer: options.Optimizer = "adamw",
+    strategy: options.StrategyText = None,
+    json: options.Json = False,
+) -> None:
+    """Say whether a model fits, and with how much memory to spare.
+
+    Exit code 0: it fits. Exit code 1: it does not; then by how much, and the nearest changes that fit.
+    """
+    forced = options.parse_strategy(strategy)
+    import autoplan
+
+    try:
+        with console.progress(f"Fitting {model} on {gpus}"):
+            found = autoplan.fit(
+                model,
+                gpus=gpus,
+                global_batch=global_batch,
+                seq=seq,
+                precision=precision,
+                optimizer=optimizer,
+                strategy=forced or None,
+            )
+    except InfeasibleError as error:
+        _say_no(error, json=json)
+        raise typer.Exit(error.exit_code) from None
+    if json:
+        console.result_json(_row(found))
+    else:
+        console.result(*_sentences(found))
+
+
+def _say_no(error: InfeasibleError, *, json: bool) -> None:
+    if json:
+        console.result_json(answer.infeasible(error))
+        return
+    console.result(f"no: {error.what}", *(f"  try: {text}" for text in error.suggestions))
+
+
+def _sentences(found: Fit) -> tuple[str, ...]:
+    plan = found.plan
+    lines = [
+        f"yes: {plan.model.name} fits {plan.cluster.spec} at global batch {plan.global_batch}",
+        f"  the fastest plan ({plan.strategy.describe()}, micro-batch {plan.strategy.micro_batch_size}) needs "
+        f"{size(plan.predicted.peak_memory_bytes)} of {size(plan.cluster.memory_bytes)}: "
+        f"{size(found.headroom_bytes)} to spare",
+    ]
+    if found.most_headroom_bytes > found.headroom_bytes:
+        lines.append(f"  the roomiest ({found.roomiest.describe()}) leaves {size(found.most_headroom_bytes)}")
+    return tuple(lines)
+
+
+def _row(found: Fit) -> dict[str, object]:
+    plan = found.plan
+    return {
+        "schema": 1,
+        "feasible": True,
+        "gpus": plan.gpus,
+        "gpus_used": plan.gpus_used,
+        "global_batch": plan.global_batch,
+        "strategy": dataclasses.asdict(plan.strategy),
+        "memory_bytes": plan.cluster.memory_bytes,
+        "peak_memory_bytes": plan.predicted.peak_memory_bytes,
+        "headroom_bytes": found.headroom_bytes,
+        "roomiest": dataclasses.asdict(found.roomiest),
+        "most_headroom_bytes": found.most_headroom_bytes,
+    }

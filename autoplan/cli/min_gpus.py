@@ -1,0 +1,69 @@
+"""``autoplan min-gpus``: the fewest GPUs of a kind that hold a model."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Annotated
+
+import typer
+
+from autoplan.cli import answer, console, options
+from autoplan.errors import ClusterError, InfeasibleError
+
+
+def min_gpus(
+    model: options.Model,
+    gpu: Annotated[str | None, typer.Option("--gpu", metavar="KIND", help="The kind of GPU: H100.")] = None,
+    gpus: Annotated[
+        str | None, typer.Option("--gpus", metavar="SPEC", help="Or a cluster, of whose kind and nodes they are.")
+    ] = None,
+    global_batch: options.GlobalBatch = None,
+    seq: options.Sequence = None,
+    precision: options.Precision = None,
+    optimizer: options.Optimizer = "adamw",
+    strategy: options.StrategyText = None,
+    json: options.Json = False,
+) -> None:
+    """Find the fewest GPUs of a kind that hold a model.
+
+    Exit code 1: no number of them does.
+    """
+    if (gpu is None) == (gpus is None):
+        raise ClusterError("name the kind of GPU once", legal="--gpu KIND, or --gpus SPEC", attempt="--gpu H100")
+    forced = options.parse_strategy(strategy)
+    import autoplan
+
+    try:
+        with console.progress(f"Counting {gpu or gpus} for {model}"):
+            found = autoplan.min_gpus(
+                model,
+                gpu=gpu,
+                gpus=gpus,
+                global_batch=global_batch,
+                seq=seq,
+                precision=precision,
+                optimizer=optimizer,
+                strategy=forced or None,
+            )
+    except InfeasibleError as error:
+        if not json:
+            raise
+        console.result_json(answer.infeasible(error))
+        raise typer.Exit(error.exit_code) from None
+    if json:
+        console.result_json(
+            {
+                "schema": 1,
+                "feasible": True,
+                "gpus": found.gpus,
+                "device": found.cluster.device.name,
+                "global_batch": found.global_batch,
+                "strategy": dataclasses.asdict(found.strategy),
+            }
+        )
+        return
+    console.result(f"{found.gpus} x {found.cluster.device.name}")
+    console.note(
+        f"{found.strategy.describe()}, micro-batch {found.strategy.micro_batch_size}, global batch "
+        f"{found.global_batch}; next: autoplan plan {model} --gpus {found.cluster.spec}"
+    )

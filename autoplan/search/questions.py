@@ -1,0 +1,153 @@
+"""Questions beside "which plan?": does it fit, on how few GPUs, and how do the families compare."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from autoplan.cluster import Cluster
+from autoplan.errors import InfeasibleError, StrategyError
+from autoplan.plan import Plan, Strategy
+from autoplan.search.engine import Engine
+from autoplan.search.evaluate import Evaluation, predicted
+from autoplan.search.families import FamilyBest, best_of_families, family_of
+from autoplan.search.infeasible import fits, infeasible, like, smallest_count
+from autoplan.search.planner import search
+from autoplan.search.problem import Problem
+from autoplan.search.shortfall import nearest
+from autoplan.search.space import open_space
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fit:
+    """A model fits: ``plan`` is what would be chosen and leaves ``headroom_bytes`` of its fullest GPU free;
+    ``roomiest`` is the strategy that needs least memory, and leaves ``most_headroom_bytes``."""
+
+    plan: Plan
+    headroom_bytes: float
+    roomiest: Strategy
+    most_headroom_bytes: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fewest:
+    """The fewest GPUs of a kind that hold a model: ``cluster``, the strategy that fits it, and its global batch."""
+
+    cluster: Cluster
+    strategy: Strategy
+    global_batch: int
+
+    @property
+    def gpus(self) -> int:
+        return self.cluster.gpus
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Contender:
+    """The best plan of a family, or (``short_by_bytes`` above 0, the other figures None) how none of it fits."""
+
+    family: str
+    strategy: Strategy
+    chosen: bool
+    step_time_s: float | None
+    tokens_per_s: float | None
+    peak_memory_bytes: float
+    bubble_fraction: float | None
+    exposed_communication_s: float | None
+    short_by_bytes: float
+
+
+def fit(problem: Problem) -> Fit:
+    """Whether ``problem`` fits its cluster, with how much to spare. Raises :class:`InfeasibleError` where it does not,
+    with what is missing and the nearest changes that fit."""
+    plan = search(problem)
+    roomy = nearest(Engine(space=open_space(problem), solver=None))
+    capacity = problem.cluster.device.memory_bytes
+    free = capacity - plan.predicted.peak_memory_bytes
+    if roomy is None or -roomy.short_bytes < free:
+        return Fit(plan=plan, headroom_bytes=free, roomiest=plan.strategy, most_headroom_bytes=free)
+    return Fit(plan=plan, headroom_bytes=free, roomiest=roomy.strategy, most_headroom_bytes=-roomy.short_bytes)
+
+
+def min_gpus(problem: Problem, *, batch_of: Callable[[int], int] | None = None) -> Fewest:
+    """The fewest GPUs of the kind of ``problem.cluster`` that fit, whatever their number there.
+
+    Counts are tried by doubling and then between the last two, whole nodes at a time past one node. ``batch_of`` gives
+    the global batch for a count (the problem's own unless given). Raises :class:`InfeasibleError` where no count fits.
+    """
+    alone = like(problem.cluster, 1, problem.cluster.device.name)
+    if alone is None:
+        raise StrategyError(f"one {problem.cluster.device.name} is no cluster", where=problem.cluster.spec)
+    single = dataclasses.replace(problem, cluster=alone, global_batch=batch_of(1) if batch_of else problem.global_batch)
+    found = fits(single)
+    if found is not None:
+        return Fewest(cluster=alone, strategy=found.strategy, global_batch=single.global_batch)
+    counted = smallest_count(single, batch_of=batch_of)
+    if counted is None:
+        raise infeasible(Engine(space=open_space(single), solver=None))
+    return Fewest(cluster=counted.problem.cluster, strategy=counted.strategy, global_batch=counted.problem.global_batch)
+
+
+def compare(problem: Problem) -> tuple[Contender, ...]:
+    """The best plan of every family of parallelism, the chosen plan's family marked; raises :class:`StrategyError`."""
+    engine = Engine(space=open_space(problem), solver=None)
+    families = best_of_families(engine)
+    if not families:
+        raise infeasible(engine)
+    try:
+        plan = search(problem)
+    except InfeasibleError:
+        return tuple(_contender(engine, family, chosen=None) for family in families)
+    return tuple(_contender(engine, family, chosen=plan) for family in families)
+
+
+def _contender(engine: Engine, family: FamilyBest, chosen: Plan | None) -> Contender:
+    if chosen is not None and family_of(chosen.strategy) == family.family:
+        return _planned(family.family, chosen)
+    if family.evaluation is not None:
+        return _priced(engine, family.family, family.evaluation)
+    short = family.shortfall
+    if short is None:
+        raise ValueError(f"family {family.family} has neither a plan nor a shortfall")
+    return Contender(
+        family=family.family,
+        strategy=short.strategy,
+        chosen=False,
+        step_time_s=None,
+        tokens_per_s=None,
+        peak_memory_bytes=short.peak_bytes,
+        bubble_fraction=None,
+        exposed_communication_s=None,
+        short_by_bytes=max(0.0, short.short_bytes),
+    )
+
+
+def _planned(family: str, plan: Plan) -> Contender:
+    figures = plan.predicted
+    return Contender(
+        family=family,
+        strategy=plan.strategy,
+        chosen=True,
+        step_time_s=figures.step_time_s,
+        tokens_per_s=figures.tokens_per_s,
+        peak_memory_bytes=figures.peak_memory_bytes,
+        bubble_fraction=figures.bubble_fraction,
+        exposed_communication_s=figures.exposed_communication_s,
+        short_by_bytes=0.0,
+    )
+
+
+def _priced(engine: Engine, family: str, evaluation: Evaluation) -> Contender:
+    figures = predicted(engine.space, evaluation)
+    return Contender(
+        family=family,
+        strategy=evaluation.strategy,
+        chosen=False,
+        step_time_s=figures.step_time_s,
+        tokens_per_s=figures.tokens_per_s,
+        peak_memory_bytes=figures.peak_memory_bytes,
+        bubble_fraction=figures.bubble_fraction,
+        exposed_communication_s=figures.exposed_communication_s,
+        short_by_bytes=0.0,
+    )
