@@ -12,7 +12,7 @@ State by ZeRO stage over the n ranks of the data and context axes (Rajbhandari e
 optimizer state and master weights, 2 gradients too, 3 weights too; what is gathered or not yet scattered is a window
 of its own. Recompute (Korthikanti et al. 2022): *full* keeps a layer's inputs, *selective* everything but the attention
 core. A context axis leaves each rank its share of every sample's tokens, attention's scores (own queries, all keys)
-included.
+included. Of an expert there are n / expert copies, and that is what its state divides by.
 
 Every term is bytes, all terms are always there (0 where they don't apply), and they sum to the peak.
 """
@@ -62,30 +62,42 @@ BUCKET_BYTES = 50 * 2**20
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Elements:
     """Parameter elements on one tensor rank: all, those that train, of the largest layer, and the most that train in
-    one layer."""
+    one layer. ``expert`` of the total and ``trainable_expert`` of the trainable ones are of experts."""
 
     total: int
     trainable: int
     largest_layer: int
     largest_trainable: int = 0
+    expert: int = 0
+    trainable_expert: int = 0
 
 
 def count_elements(kinds: Sequence[LayerKind]) -> Elements:
     """Elements of a stage's layers; parameters of one tied group are counted once."""
     seen: set[str] = set()
-    total = trainable = largest = largest_trainable = 0
+    total = trainable = largest = largest_trainable = expert = trainable_expert = 0
     for kind in kinds:
         layer = trains = 0
         for parameter in kind.parameters:
             if parameter.shared and parameter.shared in seen:
                 continue
             seen.add(parameter.shared)
+            trained = parameter.elements if parameter.trainable else 0
             layer += parameter.elements
-            trains += parameter.elements if parameter.trainable else 0
+            trains += trained
+            expert += parameter.elements if parameter.expert else 0
+            trainable_expert += trained if parameter.expert else 0
         total += layer
         trainable += trains
         largest, largest_trainable = max(largest, layer), max(largest_trainable, trains)
-    return Elements(total=total, trainable=trainable, largest_layer=largest, largest_trainable=largest_trainable)
+    return Elements(
+        total=total,
+        trainable=trainable,
+        largest_layer=largest,
+        largest_trainable=largest_trainable,
+        expert=expert,
+        trainable_expert=trainable_expert,
+    )
 
 
 def layer_saved_bytes(kind: LayerKind, *, policy: str, samples: float) -> float:
@@ -203,15 +215,21 @@ def _sharers(strategy: Strategy) -> int:
 
 
 def _states(elements: Elements, extra: int, strategy: Strategy, recipe: Recipe) -> dict[str, float]:
-    n, zero = _sharers(strategy), strategy.zero_stage
-    weights = (elements.total + extra) * recipe.weights
-    trainable = elements.trainable + extra
+    zero = strategy.zero_stage
+    trainable = _shared(elements.trainable + extra, elements.trainable_expert, strategy)
+    weights = _shared(elements.total + extra, elements.expert, strategy)
     return {
-        "weights": weights / (n if zero >= 3 else 1),
-        "gradients": trainable * recipe.gradients / (n if zero >= 2 else 1),
-        "master_weights": trainable * recipe.master_weights / (n if zero >= 1 else 1),
-        "optimizer_state": trainable * recipe.optimizer_state / (n if zero >= 1 else 1),
+        "weights": recipe.weights * (weights if zero >= 3 else elements.total + extra),
+        "gradients": recipe.gradients * (trainable if zero >= 2 else elements.trainable + extra),
+        "master_weights": recipe.master_weights * (trainable if zero >= 1 else elements.trainable + extra),
+        "optimizer_state": recipe.optimizer_state * (trainable if zero >= 1 else elements.trainable + extra),
     }
+
+
+def _shared(elements: int, expert: int, strategy: Strategy) -> float:
+    """Elements that one rank keeps of what it shares; an expert has fewer copies to share with."""
+    copies = max(1, _sharers(strategy) // strategy.expert)
+    return (elements - expert) / _sharers(strategy) + expert / copies
 
 
 def _windows(elements: Elements, strategy: Strategy, recipe: Recipe) -> dict[str, float]:
@@ -250,8 +268,9 @@ def _passing_bytes(op: Operator, samples: float) -> float:
 
 
 def _step_temporary(elements: Elements, extra: int, strategy: Strategy, recipe: Recipe) -> float:
-    shards = _sharers(strategy) if strategy.zero_stage >= 1 else 1
-    return (elements.trainable + extra) * recipe.step_temporary / shards
+    trainable = elements.trainable + extra
+    kept = _shared(trainable, elements.trainable_expert, strategy) if strategy.zero_stage >= 1 else trainable
+    return kept * recipe.step_temporary
 
 
 def _communication_bytes(strategy: Strategy) -> float:

@@ -88,13 +88,15 @@ class Operator:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Parameter:
-    """One parameter of a layer; ``elements`` on one rank. ``shared`` names the tied group, "" if none."""
+    """One parameter of a layer; ``elements`` on one rank. ``shared`` names the tied group, "" if none. ``expert``: of
+    an expert, which an expert axis gives to some ranks alone."""
 
     role: str
     elements: int
     element_bytes: int
     trainable: bool = True
     shared: str = ""
+    expert: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -129,6 +129,18 @@ def test_a_context_axis_shares_tokens_and_state() -> None:
     assert shared["weights"] == whole["weights"]
 
 
+@pytest.mark.parametrize(("zero_stage", "state"), [(0, 3e6), (1, 1e6 / 8 + 2e6 / 2)])
+def test_experts_share_with_fewer_ranks(zero_stage: int, state: float) -> None:
+    experts = Parameter(role="experts", elements=2_000_000, element_bytes=2, expert=True)
+    mixture = dataclasses.replace(LAYER, parameters=(*LAYER.parameters, experts))
+    strategy = Strategy(data=8, expert=4, zero_stage=zero_stage)
+    found = stage_memory(
+        [mixture], strategy=strategy, stage=0, recipe=recipe("bf16"), device=DEVICE, recompute=["none"]
+    )
+    assert found["optimizer_state"] == 8 * state
+    assert found["weights"] == 2 * 3e6  # what this rank's experts have
+
+
 def test_tied_parameters_count_once_and_frozen_ones_have_no_state() -> None:
     tied = dataclasses.replace(LAYER, parameters=(Parameter(role="t", elements=100, element_bytes=2, shared="tied"),))
     frozen = dataclasses.replace(

@@ -17,7 +17,7 @@ from autoplan.cost_models.memory import stage_memory
 from autoplan.cost_models.recipes import recipe
 from autoplan.layers.types import LayerKind
 from autoplan.plan import Strategy
-from tests.regression.megatron_experts import Experts, dense_part, expert_part
+from tests.regression.megatron_experts import Experts, with_experts
 from tests.regression.peaks import BLOCK_OPERATORS, with_loss
 from tests.regression.runs import DATA, read_rows
 from tests.regression.transformer import Shape, block, embedding, head
@@ -89,7 +89,7 @@ def predict(reading: Reading) -> tuple[float, float]:
     """Bytes allocated between steps, and at the peak."""
     shape, strategy = _shape(reading), _strategy(reading)
     experts = _experts(reading)
-    middle = dense_part(block(shape), shape, experts) if experts else block(shape)
+    middle = with_experts(block(shape), shape, experts) if experts else block(shape)
     layers = shape.layers // strategy.pipeline
     kinds = [middle] * layers + [_head(reading, shape)]
     if strategy.pipeline == 1:
@@ -103,9 +103,6 @@ def predict(reading: Reading) -> tuple[float, float]:
         device=Cluster.parse(f"1x{'A100-80GB' if reading.row['gpu'] == 'A100' else 'H100'}").device,
         recompute=[policy if len(kind.operators) > BLOCK_OPERATORS else "none" for kind in kinds],
     )
-    if experts:
-        for name, value in _expert_states(reading, shape, experts, layers).items():
-            terms[name] += value
     terms["workspace"] = _workspace(reading)
     peak = sum(value for name, value in terms.items() if name not in OUTSIDE)
     return sum(terms[name] for name in STATES), peak
@@ -126,21 +123,6 @@ def _experts(reading: Reading) -> Experts | None:
 
 def _expert_tensor(reading: Reading) -> int:
     return reading.count("expert-tensor-parallel-size", reading.count("tensor-model-parallel-size"))
-
-
-def _expert_states(reading: Reading, shape: Shape, experts: Experts, layers: int) -> dict[str, float]:
-    """States of the experts, which are replicated over fewer ranks than the rest."""
-    strategy = _strategy(reading)
-    ranks = strategy.pipeline * reading.count("expert-model-parallel-size") * _expert_tensor(reading)
-    terms = stage_memory(
-        [expert_part(shape, experts)] * layers,
-        strategy=dataclasses.replace(strategy, data=GPUS // ranks, context=1),
-        stage=strategy.pipeline - 1,
-        recipe=recipe("bf16-megatron"),
-        device=Cluster.parse("1xH100").device,
-        recompute=["none"] * layers,
-    )
-    return {name: terms[name] for name in STATES if name != "workspace"}
 
 
 def _workspace(reading: Reading) -> float:
@@ -172,6 +154,7 @@ def _strategy(reading: Reading) -> Strategy:
     return Strategy(
         data=data,
         context=context,
+        expert=max(1, reading.count("expert-model-parallel-size") * _expert_tensor(reading) // tensor),
         tensor=tensor,
         pipeline=pipeline,
         virtual_stages=reading.count("num-layers") // pipeline // chunk if chunk else 1,

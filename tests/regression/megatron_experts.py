@@ -27,21 +27,18 @@ class Experts:
     gated: bool
 
 
-def dense_part(kind: LayerKind, shape: Shape, experts: Experts) -> LayerKind:
-    """The block without its MLP's parameters, with a router, and with what the experts keep."""
+def with_experts(kind: LayerKind, shape: Shape, experts: Experts) -> LayerKind:
+    """The block with a router and one rank's experts, biases included, in place of its MLP."""
     kept = [op for op in kind.operators if op.name not in MLP]
     parameters = [parameter for parameter in kind.parameters if parameter.role != "mlp"]
     router = Parameter(role="router", elements=shape.hidden * experts.count, element_bytes=2)
-    return dataclasses.replace(kind, operators=(*kept, _visits(shape, experts)), parameters=(*parameters, router))
-
-
-def expert_part(shape: Shape, experts: Experts) -> LayerKind:
-    """The parameters of one rank's experts in one block, biases included."""
-    inner = (2 if experts.gated else 1) * shape.ffn // experts.tensor
     outer = shape.ffn // experts.tensor
+    inner = 2 * outer if experts.gated else outer
     each = shape.hidden * (inner + outer) + inner + shape.hidden
-    weight = Parameter(role="experts", elements=experts.local * each, element_bytes=2)
-    return LayerKind(operators=(), parameters=(weight,))
+    weights = Parameter(role="experts", elements=experts.local * each, element_bytes=2, expert=True)
+    return dataclasses.replace(
+        kind, operators=(*kept, _visits(shape, experts)), parameters=(*parameters, router, weights)
+    )
 
 
 def _visits(shape: Shape, experts: Experts) -> Operator:
