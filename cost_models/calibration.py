@@ -144,8 +144,9 @@ def fit(cluster: Cluster, samples: Sequence[Sample]) -> Fit:
     device = _at_observed_peaks(cluster.device, operators)
     fitted = dataclasses.replace(cluster, device=device)
     if operators:
-        fitted = _refine(fitted, operators, _told_of(operators), _with_device)
-        fitted = dataclasses.replace(fitted, device=_as_shares(fitted.device))
+        names = _told_of(operators)
+        fitted = _refine(fitted, operators, names, _with_device)
+        fitted = dataclasses.replace(fitted, device=_as_shares(fitted.device, names))
     if transfers:
         fitted = _refine(fitted, transfers, _LINK_PARAMETERS, _with_link)
     residuals = tuple(
@@ -174,18 +175,17 @@ def _at_observed_peaks(device: Device, samples: Sequence[OperatorSample]) -> Dev
     return dataclasses.replace(device, peak_flops=peaks, memory_bytes_per_s=bandwidth)
 
 
-def _as_shares(device: Device) -> Device:
+def _as_shares(device: Device, fitted: Sequence[str]) -> Device:
     """The same rates with efficiencies of at most 1: what is above goes into the peaks."""
-    above = max(1.0, device.gemm_efficiency)
-    memory_above = max(1.0, device.memory_efficiency)
+    above, memory_above = max(1.0, device.gemm_efficiency), max(1.0, device.memory_efficiency)
+    of_peak = {name: getattr(device, name) for name in fitted if name.startswith("attention")}
     return dataclasses.replace(
         device,
         peak_flops={dtype: peak * above for dtype, peak in device.peak_flops.items()},
         gemm_efficiency=device.gemm_efficiency / above,
-        attention_forward_efficiency=device.attention_forward_efficiency / above,
-        attention_backward_efficiency=device.attention_backward_efficiency / above,
         memory_bytes_per_s=device.memory_bytes_per_s * memory_above,
         memory_efficiency=device.memory_efficiency / memory_above,
+        **{name: share / above for name, share in of_peak.items()},
     )
 
 

@@ -17,6 +17,7 @@ import math
 from typing import TYPE_CHECKING, Literal
 
 from autoplan.cluster import Device
+from autoplan.cost_models import cpu
 from autoplan.cost_models.precision import dtype_bytes, short_dtype
 
 if TYPE_CHECKING:
@@ -44,7 +45,8 @@ def gemm_time_s(gemm: Gemm, device: Device, *, dtype: str, samples: int, product
     groups = gemm.groups * samples if gemm.batch_in_groups else gemm.groups
     sizes = {"forward": (m, gemm.n, gemm.k), "input": (m, gemm.k, gemm.n), "weight": (gemm.k, gemm.n, m)}
     if device.is_cpu:
-        return 2.0 * m * gemm.n * gemm.k * groups / (device.flops(short_dtype(dtype)) * device.gemm_efficiency)
+        rate = device.flops(short_dtype(dtype)) * device.gemm_efficiency * cpu.product_efficiency(m, gemm.n, gemm.k)
+        return 2.0 * m * gemm.n * gemm.k * groups / rate
     peak = device.flops(short_dtype(dtype)) * device.gemm_efficiency
     efficiency = shape_efficiency(
         *sizes[product], groups=groups, sms=device.sms, dtype=short_dtype(dtype), rows=(gemm.n, gemm.k)

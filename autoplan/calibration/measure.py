@@ -153,7 +153,8 @@ def _backward_s(probe: Probe, operands: list[list[Tensor]]) -> float:
     def run() -> None:
         outputs = next(left)
         if probe.chained:
-            torch.autograd.grad(outputs[-1], operands[0][:1], gradient)
+            wanted = operands[0] if probe.operator.gemm else operands[0][:1]
+            torch.autograd.grad(outputs[-1], wanted, gradient)
             return
         for output, of_call in zip(reversed(outputs), reversed(operands), strict=True):
             torch.autograd.grad(output, of_call, gradient)

@@ -22,7 +22,7 @@ from autoplan.layers.types import Attention, Gemm, Operator, OperatorKind
 
 _DTYPES = {"fp32": torch.float32, "fp64": torch.float64, "bf16": torch.bfloat16, "fp16": torch.float16}
 _KEPT_BYTES = 48 * 2**20
-_DISPATCHED = 64  # elements: far too few to take time of their own
+_DISPATCHED = 16  # rows and columns: far too few elements to take time of their own
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,8 +55,10 @@ def probes(device_type: str, *, quick: bool) -> tuple[Probe, ...]:
         *(_attention(sizes.attention_dtype, *shape, sizes.calls) for shape in sizes.attentions),
         *(wise(sizes.attention_dtype, rows, sizes.width) for rows in sizes.rows for wise in (_copy, _add, _norm)),
         *(_gelu(sizes.attention_dtype, rows, sizes.width) for rows in sizes.rows),
-        _dispatch("add", torch.add),
-        _dispatch("mul", torch.mul),
+        _dispatch("add", torch.add, operands=2),
+        _dispatch("linear", F.linear, operands=2, gemm=True),
+        _dispatch("gelu", F.gelu, operands=1),
+        _dispatch("layer_norm", _norm_of_last, operands=1),
     ]
     return tuple(made[::2]) if quick else tuple(made)
 
@@ -173,10 +175,11 @@ def _gelu(dtype: str, rows: int, width: int) -> Probe:
 
 
 def _norm(dtype: str, rows: int, width: int) -> Probe:
-    def function(x: Tensor) -> Tensor:
-        return F.layer_norm(x, (width,))
+    return _memory("layer_norm", "normalization", dtype, rows, width, _norm_of_last, operands=1, backward=True)
 
-    return _memory("layer_norm", "normalization", dtype, rows, width, function, operands=1, backward=True)
+
+def _norm_of_last(x: Tensor) -> Tensor:
+    return F.layer_norm(x, x.shape[-1:])
 
 
 def _memory(
@@ -212,21 +215,26 @@ def _memory(
     )
 
 
-def _dispatch(name: str, function: Callable[..., Tensor]) -> Probe:
+def _dispatch(name: str, function: Callable[..., Tensor], *, operands: int, gemm: bool = False) -> Probe:
+    size = 4.0 * _DISPATCHED**2
+    flops = 2.0 * _DISPATCHED**3 if gemm else 0.0
     operator = Operator(
-        name=f"{name} of {_DISPATCHED} elements",
-        target=f"aten.{name}.Tensor",
-        kind="elementwise",
+        name=f"small {name}",
+        target=f"aten.{name}.default",
+        kind="gemm" if gemm else "elementwise",
         dtype="fp32",
-        read_bytes=8.0 * _DISPATCHED,
-        written_bytes=4.0 * _DISPATCHED,
+        flops=flops,
+        backward_flops=2 * flops,
+        read_bytes=size * operands,
+        written_bytes=size,
+        gemm=Gemm(m=_DISPATCHED, n=_DISPATCHED, k=_DISPATCHED) if gemm else None,
     )
     return Probe(
         family="dispatch",
         operator=operator,
         function=function,
-        shapes=((_DISPATCHED,),) * 2,
+        shapes=((_DISPATCHED, _DISPATCHED),) * operands,
         backward=True,
         chained=True,
-        calls=200,
+        calls=100,
     )

@@ -8,7 +8,8 @@ from autoplan.cluster import Cluster
 from autoplan.cost_models import compute
 from autoplan.cost_models.attention import attention_time_s
 from autoplan.cost_models.communication import Group, all_gather_s, all_reduce_s, reduce_scatter_s, send_s
-from autoplan.layers.types import Attention, Operator
+from autoplan.cost_models.gemm import gemm_time_s
+from autoplan.layers.types import Attention, Gemm, Operator
 
 CPU = Cluster.parse("4xcpu")
 ALPHA, BETA = CPU.intra.latency_s, 1 / CPU.intra.bytes_per_s
@@ -28,6 +29,18 @@ def test_processes_of_several_hosts_pay_the_slower_link() -> None:
     hosts = Cluster.parse("2x2xcpu")
     across = all_reduce_s(hosts, Group(size=2, stride=2), 1e6)
     assert across == pytest.approx(3 * hosts.inter.latency_s + 2e6 / hosts.inter.bytes_per_s)
+
+
+def test_small_products_pay_a_start_up_on_every_size() -> None:
+    """64 of 64 + 8 elements are useful on each of three sizes; the order of the sizes does not matter."""
+    rate = CPU.device.flops("fp32") * CPU.device.gemm_efficiency
+    cube = gemm_time_s(Gemm(m=64, n=64, k=64), CPU.device, dtype="fp32", samples=1)
+    assert cube == pytest.approx(2 * (64 + 8) ** 3 / rate)
+    long = Gemm(m=64, n=256, k=1024)
+    seconds = [
+        gemm_time_s(long, CPU.device, dtype="fp32", samples=1, product=p) for p in ("forward", "input", "weight")
+    ]
+    assert seconds == pytest.approx([seconds[0]] * 3)
 
 
 @pytest.mark.parametrize(("length", "saved"), [(64, 0.0), (512, 0.0), (1024, 0.25), (2048, 0.375)])
