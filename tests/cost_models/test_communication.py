@@ -15,13 +15,14 @@ from autoplan.cost_models.communication import (
     all_reduce_s,
     all_to_all_s,
     boundary_send_s,
+    dispatch_s,
     group_on,
     reduce_scatter_s,
     send_s,
     tensor_time,
 )
 from autoplan.cost_models.data_parallel import data_parallel_time
-from autoplan.cost_models.software import COMPILED_ASYNC_TENSOR
+from autoplan.cost_models.software import COMPILED_ASYNC_TENSOR, DEEPSPEED_PIPELINE, EAGER
 from autoplan.layers.types import Collective, LayerKind
 from autoplan.plan import Strategy
 
@@ -105,6 +106,46 @@ def test_more_bandwidth_is_never_slower_and_more_bytes_never_faster(collective, 
         assert collective(dataclasses.replace(MANY, **{link: fast}), group, bytes_) <= seconds * (1 + 1e-12)
 
 
+class TestDispatch:
+    def test_a_token_crosses_to_a_rank_once_whatever_experts_it_has_there(self) -> None:
+        # 8 draws of 8 ranks hit 8 (1 - (7/8)^8) = 5.25 of them; 7 of 8 are elsewhere, at 0.8 x 300 GB/s.
+        seconds = dispatch_s(NODE, Group(size=8, stride=1), 1e9, topk=8)
+        assert seconds == pytest.approx(8 * (1 - (7 / 8) ** 8) * 7 / 8 * 1e9 / 240e9, rel=0.01)
+
+    def test_it_crosses_to_a_node_once(self) -> None:
+        # 8 draws of 2 nodes hit 1.99 of them; half are at home.
+        seconds = dispatch_s(TWO, Group(size=16, stride=1), 1e9, topk=8)
+        assert seconds == pytest.approx(2 * (1 - (1 / 2) ** 8) / 2 * 1e9 / 22.5e9, rel=0.01)
+        plain = all_to_all_s(TWO, Group(size=16, stride=1), 8e9)
+        assert seconds < plain / 3
+
+    def test_all_wait_for_the_busiest_rank(self) -> None:
+        even, skewed = (dispatch_s(NODE, Group(size=8, stride=1), 1e9, topk=2, skew=skew) for skew in (1.0, 1.5))
+        assert skewed == pytest.approx(1.5 * even, rel=0.01)
+
+    @given(
+        size=st.sampled_from([2, 4, 8, 16, 64]),
+        topk=st.integers(1, 16),
+        bytes_=st.floats(1, 1e11),
+        more=st.floats(1, 10),
+    )
+    def test_more_tokens_experts_or_skew_never_take_less_and_bandwidth_never_more(
+        self, size, topk, bytes_, more
+    ) -> None:
+        group = Group(size=size, stride=1)
+        seconds = dispatch_s(MANY, group, bytes_, topk=topk)
+        for longer in (
+            dispatch_s(MANY, group, bytes_ * more, topk=topk),
+            dispatch_s(MANY, group, bytes_, topk=topk + 1),
+            dispatch_s(MANY, group, bytes_, topk=topk, skew=more),
+        ):
+            assert seconds <= longer * (1 + 1e-12)
+        for link in ("intra", "inter"):
+            slow = getattr(MANY, link)
+            fast = dataclasses.replace(slow, bytes_per_s=slow.bytes_per_s * more)
+            assert dispatch_s(dataclasses.replace(MANY, **{link: fast}), group, bytes_, topk=topk) <= seconds
+
+
 def test_sends_use_the_link_between_the_two_ranks() -> None:
     near, far = send_s(TWO, 1e9, 1), send_s(TWO, 1e9, 8)
     assert near == pytest.approx(1e9 / 240e9, rel=0.01)
@@ -165,3 +206,14 @@ class TestDataParallel:
         after = self.price(zero_stage, backward_s=seconds + more)
         assert after.exposed_s(4) <= before.exposed_s(4) + 1e-12
         assert after.exposed_s(4) <= after.total_s * (1 + 1e-12)
+
+    def test_software_that_reaches_a_part_of_the_links_takes_as_much_longer(self) -> None:
+        strategy = Strategy(data=8, zero_stage=1)
+        whole, part = (
+            data_parallel_time(
+                NODE, strategy=strategy, weight_bytes=1e10, gradient_bytes=1e10, layers=10, backward_s=1e3, software=one
+            )
+            for one in (dataclasses.replace(EAGER, data_overlap=False), DEEPSPEED_PIPELINE)
+        )
+        assert part.total_s == pytest.approx(whole.total_s / DEEPSPEED_PIPELINE.data_links, rel=0.01)
+        assert part.step_s == pytest.approx(part.total_s)  # and hides nothing, however long the backward

@@ -18,7 +18,7 @@ from autoplan.cost_models.compute import (
     recompute_s,
 )
 from autoplan.cost_models.gemm import gemm_time_s, shape_efficiency
-from autoplan.cost_models.software import COMPILED, EAGER
+from autoplan.cost_models.software import COMPILED, EAGER, EAGER_FLASH_1
 from autoplan.layers.types import Attention, Gemm, LayerKind, Operator
 
 A100 = Cluster.parse("1xA100-80GB").device
@@ -75,6 +75,14 @@ class TestGemm:
         assert shape_efficiency(8192, 50257, 768, groups=1, sms=108, dtype="bf16") < 0.6 * shape_efficiency(
             8192, 50264, 768, groups=1, sms=108, dtype="bf16"
         )
+
+    def test_how_many_tokens_an_expert_got_never_misaligns(self) -> None:
+        def seconds(rows: int, product: str) -> float:
+            experts = Gemm(m=rows, n=4096, k=7168, groups=8)
+            return gemm_time_s(experts, H100, dtype="bf16", samples=1, product=product)  # type: ignore[arg-type]
+
+        for product in ("forward", "input", "weight"):
+            assert seconds(1023, product) <= seconds(1024, product) * (1 + 1e-9)
 
     def test_a_batched_product_grows_in_groups(self) -> None:
         one = gemm_time_s(Gemm(m=512, n=512, k=64, groups=16), A100, dtype="bf16", samples=1)
@@ -191,6 +199,14 @@ class TestLayer:
         core_s = operator_time(self.large.operators[2], A100, micro_batch=2).forward_s
         policies = {p: recompute_s(self.large, A100, micro_batch=2, policy=p) for p in ("none", "selective", "full")}
         assert policies == pytest.approx({"none": 0.0, "selective": core_s, "full": forward})
+
+    def test_a_checkpoint_that_stops_early_leaves_the_last_product_out(self) -> None:
+        up, down = linear(4096, 4096, 1024, name="up"), linear(4096, 1024, 4096, name="down")
+        kind = LayerKind(operators=(up, element_wise(2.0**25), down, element_wise(2.0**23)))
+        early = recompute_s(kind, A100, micro_batch=1, policy="full", software=EAGER_FLASH_1)
+        until = LayerKind(operators=kind.operators[:2])
+        assert early == pytest.approx(layer_time(until, A100, micro_batch=1, software=EAGER_FLASH_1).forward_s)
+        assert early < recompute_s(kind, A100, micro_batch=1, policy="full")
 
     def test_a_cpu_adds_its_dispatch(self) -> None:
         cpu = Cluster.parse("1xcpu").device

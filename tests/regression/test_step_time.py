@@ -50,24 +50,34 @@ def test_step_times_by_source(errors: Errors, capsys: pytest.CaptureFixture[str]
         assert statistics.mean(sizes) <= ceilings[source]["mean"], source
 
 
-def test_order_inside_a_sweep_is_right(errors: Errors) -> None:
-    """Over sequence lengths, GPUs and micro-batches of one model and card, throughput ranks as published."""
-    sweeps: dict[tuple, list[tuple[float, float]]] = defaultdict(list)
-    for error, run in errors["llm_foundry"]:
-        samples = run.step_time_s / (run.strategy.global_batch * run.shape.seq)
-        key = (run.cluster.device.name, run.shape.layers, run.shape.hidden)
-        sweeps[key].append((samples, samples * (1 + error)))
-    checked = 0
-    for key, pairs in sweeps.items():
-        if len(pairs) >= 8:
-            checked += 1
-            published, predicted = zip(*pairs, strict=True)
-            assert spearman(published, predicted) >= 0.9, key
-    assert checked >= 10
+def test_order_inside_a_sweep_is_right(errors: Errors, capsys: pytest.CaptureFixture[str]) -> None:
+    """Over sequence lengths, GPUs, micro-batches and degrees of one model on one card, throughput ranks as published.
+
+    The BLOOM grid is one sweep: its 127 rows are the choices for one budget, of depth and width too. Inside one of its
+    models the published times differ by little more than their noise (5.6%), and no order can be right there.
+    """
+    sweeps: dict[str, list[tuple[float, float]]] = defaultdict(list)
+    for source, pairs in errors.items():
+        for error, run in pairs:
+            seconds = run.step_time_s / (run.strategy.global_batch * run.shape.seq)
+            one = f"{run.cluster.device.name} {run.shape.layers} x {run.shape.hidden}"
+            sweeps[f"{source} {'grid' if source == 'bloom_grid' else one}"].append((seconds, seconds * (1 + error)))
+    ranked = {name: spearman(*zip(*pairs, strict=True)) for name, pairs in sweeps.items() if len(pairs) >= 8}
+    with capsys.disabled():
+        print("\n\nrank correlation inside a sweep")
+        print("\n".join(f"{name:<52}{len(sweeps[name]):>5}{value:>7.2f}" for name, value in ranked.items()))
+    floors = tomllib.loads((DATA / "ceilings.toml").read_text())["rank_below"]
+    for name, value in ranked.items():
+        assert value >= floors.get(name, 0.9), name
+    assert len(ranked) >= 20
 
 
 def spearman(xs: tuple[float, ...], ys: tuple[float, ...]) -> float:
-    ranks = [[sorted(values).index(value) for value in values] for values in (xs, ys)]
+    """Rank correlation; equal values share the mean of their ranks."""
+    ranks = []
+    for values in (xs, ys):
+        ordered = sorted(values)
+        ranks.append([ordered.index(value) + (ordered.count(value) - 1) / 2 for value in values])
     return statistics.correlation(*ranks)
 
 
