@@ -1,14 +1,16 @@
 """Strategy, Stage and Plan: what was decided, as plain data with versioned JSON.
 
-Imports nothing of ours but the error family. A *data* axis splits the batch, a *tensor* axis splits matrices, a
-*pipeline* axis splits layers. Rank order is fixed here, because the cost models' placement of axes on the
-hierarchy and the runtime's groups must agree: tensor is innermost (nearest links), then data, then pipeline.
+Imports nothing of ours but the error family and the check that a plan's parts agree. A *data* axis splits the batch, a
+*tensor* axis splits matrices, a *pipeline* axis splits layers. Rank order is fixed here, because the cost models'
+placement of axes on the hierarchy and the runtime's groups must agree: tensor is innermost (nearest links), then data,
+then pipeline.
 A plan file holds no clock and no host: equal inputs give equal bytes.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import os
 import tempfile
@@ -18,6 +20,7 @@ from typing import Any, ClassVar, NamedTuple
 
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 
+from autoplan.consistency import first_problem
 from autoplan.errors import PlanFileError
 
 SCHEMA_VERSION = 1
@@ -268,13 +271,14 @@ class Plan:
 
     @classmethod
     def from_json(cls, text: str, *, where: str = "plan") -> Plan:
-        """Parse and check; raises :class:`PlanFileError` naming the field."""
+        """Parse and check, also that the parts agree; raises :class:`PlanFileError` naming the field."""
         try:
-            data = json.loads(text)
-        except json.JSONDecodeError as error:
+            data = json.loads(text, object_pairs_hook=_once)
+        except (ValueError, RecursionError) as error:
+            line = f":{error.lineno}" if isinstance(error, json.JSONDecodeError) else ""
             raise PlanFileError(
-                f"not JSON: {error.msg}",
-                where=f"{where}:{error.lineno}",
+                f"not JSON: {error.msg if isinstance(error, json.JSONDecodeError) else error}",
+                where=f"{where}{line}",
                 attempt="write the file again with `autoplan plan MODEL --gpus SPEC -o plan.json`",
             ) from None
         version = data.get("schema") if isinstance(data, dict) else None
@@ -292,13 +296,16 @@ class Plan:
                 attempt="see its `suggestions`, and plan again",
             )
         try:
-            return _adapter().validate_python(data)
+            plan = _adapter().validate_json(json.dumps(data), strict=True)
         except ValidationError as error:
             first = error.errors()[0]
-            path = ".".join(str(part) for part in first["loc"])
-            raise PlanFileError(
-                f"field `{path}`: {first['msg']}", where=where, attempt="plan again, or mend the field"
-            ) from None
+            problem = (".".join(str(part) for part in first["loc"]) or "plan", first["msg"])
+        else:
+            disagreement = first_problem(plan)
+            if disagreement is None:
+                return plan
+            problem = disagreement
+        raise PlanFileError(f"field `{problem[0]}`: {problem[1]}", where=where, attempt="plan again, or mend the field")
 
     def save(self, path: str | Path) -> Path:
         """Write the plan; beside and renamed, so that a reader never sees half of it."""
@@ -335,5 +342,15 @@ class Plan:
         return explain(self)
 
 
+@functools.cache
 def _adapter() -> TypeAdapter[Plan]:
     return TypeAdapter(Plan)
+
+
+def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """A JSON object none of whose keys is there twice: of two values, neither can be trusted."""
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        names = [name for name, _ in pairs]
+        raise ValueError(f"key `{next(name for name in names if names.count(name) > 1)}` is there twice")
+    return found

@@ -52,9 +52,12 @@ def simulate(path: options.PlanFile, output: Target = None, whole: Whole = False
 def _remarks(facts: dict[str, float]) -> None:
     if facts["left_out"]:
         console.note(f"{facts['left_out']:,} actions amid the step are left out: --all writes them")
-    if facts["not_attributed_s"]:
-        share = percent(abs(facts["not_attributed_s"]) / facts["predicted_step_s"])
+    missing = facts["not_attributed_s"]
+    share = percent(abs(missing) / facts["predicted_step_s"])
+    if missing > 0:
         console.note(f"{share} of the predicted step is in no stage's times: the plan file is an older one")
+    elif missing < 0:
+        console.note(f"the stages' times make a step {share} longer than the plan says: the plan file was edited")
 
 
 def write_beside(target: Path, text: str) -> None:

@@ -68,7 +68,7 @@ def pipeline(step: Step) -> tuple[Picture, ...]:
     if step.actions <= MOST_RECTANGLES:
         return (_picture(step, 0.0, step.end_s, "The whole step"),)
     shortest = min(e.end_s - e.start_s for lane in step.lanes for e in lane)
-    span = min(step.end_s, shortest * max(_LEAST_ACTIONS, _ACTIONS_A_STAGE * len(step.lanes)))
+    span = min(step.end_s, max(shortest, step.end_s * 1e-4) * max(_LEAST_ACTIONS, _ACTIONS_A_STAGE * len(step.lanes)))
     return (
         _shaded(step),
         _picture(step, 0.0, span, "Its beginning"),

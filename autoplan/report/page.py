@@ -5,12 +5,13 @@ The template is escaped throughout, and a content security policy in the page fo
 
 from __future__ import annotations
 
+import functools
 import json
 from dataclasses import asdict
 from importlib import resources
 from typing import Any
 
-from jinja2 import Environment, StrictUndefined
+from jinja2 import Environment, StrictUndefined, Template
 
 from autoplan.errors import StrategyError
 from autoplan.explain import reasons
@@ -23,10 +24,15 @@ _TEMPLATE = "page.html.j2"
 
 def page(plan: Plan) -> str:
     """The page's text."""
+    return _template().render(_facts(plan)) + "\n"
+
+
+@functools.cache
+def _template() -> Template:
     environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
     environment.filters |= {"seconds": seconds, "size": size, "count": count, "percent": percent, "words": _words}
-    template = resources.files("autoplan.report").joinpath("templates", _TEMPLATE).read_text(encoding="utf-8")
-    return environment.from_string(template).render(_facts(plan)) + "\n"
+    text = resources.files("autoplan.report").joinpath("templates", _TEMPLATE).read_text(encoding="utf-8")
+    return environment.from_string(text)
 
 
 def _facts(plan: Plan) -> dict[str, Any]:

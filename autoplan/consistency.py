@@ -1,0 +1,179 @@
+"""Whether a plan's parts agree with each other: what a schema cannot say.
+
+A plan file is edited, merged and passed on. One whose stages do not cover the layers, or whose degrees do not make its
+GPUs, must not be drawn, compared or trained.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections import Counter
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from autoplan.plan import Plan, Stage
+
+# Sums of floats of a file, and figures that a person may have rounded (tokens/s).
+_SUM, _ROUNDED = 1e-6, 1e-3
+# No figure of a plan comes near: bytes of the largest clusters are about 1e18.
+_LARGEST = 1e30
+_ZERO_STAGES = (0, 1, 2, 3)
+_SCHEDULES = ("gpipe", "1f1b", "interleaved", "zero_bubble")
+_POLICIES = ("none", "selective", "full")
+_STATUSES = ("optimal", "feasible")
+_DEGREES = ("data", "tensor", "pipeline", "virtual_stages", "context", "expert", "micro_batch_size", "micro_batches")
+# Differences, which rounding may take a little below zero.
+_GAPS = ("gap", "simulated_gap")
+
+Problem = tuple[str, str]
+
+
+def first_problem(plan: Plan) -> Problem | None:
+    """The first field that disagrees with the others, and how; None for a plan that is whole."""
+    for check in (_numbers, _strategy, _machines, _layers, _stages, _memory, _time, _names):
+        for problem in check(plan):
+            return problem
+    return None
+
+
+def _numbers(plan: Plan) -> Iterator[Problem]:
+    fields = {f.name: getattr(plan, f.name) for f in dataclasses.fields(plan)}
+    for path, value in _leaves({name: value for name, value in fields.items() if name != "forced"}, ""):
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            continue
+        least = -_SUM if path.rsplit(".", 1)[-1] in _GAPS else 0
+        if not math.isfinite(value) or not least <= value <= _LARGEST:
+            yield path, f"{value} is not a number of 0 or more"
+
+
+def _leaves(value: Any, path: str) -> Iterator[tuple[str, Any]]:
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        value = {f.name: getattr(value, f.name) for f in dataclasses.fields(value)}
+    if isinstance(value, dict):
+        items = value.items()
+    elif isinstance(value, tuple):
+        items = dict(enumerate(value)).items()
+    else:
+        yield path, value
+        return
+    for name, part in items:
+        yield from _leaves(part, f"{path}.{name}" if path else str(name))
+
+
+def _strategy(plan: Plan) -> Iterator[Problem]:
+    named = [("strategy", plan.strategy)]
+    named += [(f"alternatives.{i}.strategy", other.strategy) for i, other in enumerate(plan.alternatives)]
+    for where, strategy in named:
+        for name in _DEGREES:
+            if getattr(strategy, name) < 1:
+                yield f"{where}.{name}", f"{getattr(strategy, name)} is not 1 or more"
+        if strategy.zero_stage not in _ZERO_STAGES:
+            yield f"{where}.zero_stage", f"{strategy.zero_stage} is not one of {_ZERO_STAGES}"
+        if strategy.schedule not in _SCHEDULES:
+            yield f"{where}.schedule", f"{strategy.schedule!r} is not one of {', '.join(_SCHEDULES)}"
+        if strategy.data % strategy.expert:
+            yield f"{where}.expert", f"{strategy.expert} does not divide data = {strategy.data}"
+    if plan.certificate.status not in _STATUSES:
+        yield "certificate.status", f"{plan.certificate.status!r} is not one of {', '.join(_STATUSES)}"
+
+
+def _machines(plan: Plan) -> Iterator[Problem]:
+    cluster, strategy = plan.cluster, plan.strategy
+    if cluster.nodes * cluster.gpus_per_node != plan.gpus:
+        yield "gpus", f"{plan.gpus}, but the cluster has {cluster.nodes} x {cluster.gpus_per_node}"
+    if strategy.gpus != plan.gpus_used:
+        yield "gpus_used", f"{plan.gpus_used}, but the strategy's degrees multiply to {strategy.gpus}"
+    if not 1 <= plan.gpus_used <= plan.gpus:
+        yield "gpus_used", f"{plan.gpus_used} of {plan.gpus} GPUs"
+    if strategy.global_batch != plan.global_batch:
+        yield (
+            "global_batch",
+            f"{plan.global_batch}, but data x micro-batch size x micro-batches: {strategy.global_batch}",
+        )
+    if cluster.memory_bytes <= 0:
+        yield "cluster.memory_bytes", "0"
+    if plan.model.trainable_parameters > plan.model.parameters:
+        yield "model.trainable_parameters", f"{plan.model.trainable_parameters}, of {plan.model.parameters} parameters"
+
+
+def _layers(plan: Plan) -> Iterator[Problem]:
+    layers, expected = len(plan.model.layers), plan.strategy.pipeline * plan.strategy.virtual_stages
+    if len(plan.stages) != expected:
+        yield "stages", f"{len(plan.stages)} of them, but pipeline x virtual_stages is {expected}"
+    following = 0
+    for index, stage in enumerate(plan.stages):
+        if stage.first_layer != following:
+            yield f"stages.{index}.first_layer", f"{stage.first_layer}, but the next layer is {following}"
+        if stage.last_layer < stage.first_layer:
+            yield f"stages.{index}.last_layer", f"{stage.last_layer}, before its first layer {stage.first_layer}"
+        following = stage.last_layer + 1
+    if following != layers:
+        yield (
+            f"stages.{len(plan.stages) - 1}.last_layer",
+            f"{following - 1}, but the model's last layer is {layers - 1}",
+        )
+
+
+def _stages(plan: Plan) -> Iterator[Problem]:
+    for index, stage in enumerate(plan.stages):
+        for what, problem in _recompute(stage):
+            yield f"stages.{index}.{what}", problem
+
+
+def _recompute(stage: Stage) -> Iterator[Problem]:
+    layers = stage.last_layer - stage.first_layer + 1
+    counted = {policy: number for policy, number in stage.recompute.items() if number}
+    if unknown := [policy for policy in (*stage.recompute, *stage.layer_recompute) if policy not in _POLICIES]:
+        yield "recompute", f"{unknown[0]!r} is not one of {', '.join(_POLICIES)}"
+    if sum(counted.values()) != layers:
+        yield "recompute", f"counts {sum(counted.values())} layers of {layers}"
+    if stage.layer_recompute and Counter(stage.layer_recompute) != Counter(counted):
+        yield "layer_recompute", "does not name as many layers of each policy as `recompute` counts"
+
+
+def _memory(plan: Plan) -> Iterator[Problem]:
+    for index, stage in enumerate(plan.stages):
+        terms = sum(stage.memory_terms.values())
+        if not _close(terms, stage.peak_memory_bytes, _SUM):
+            yield f"stages.{index}.peak_memory_bytes", f"{stage.peak_memory_bytes}, but its terms sum to {terms}"
+        if stage.peak_memory_bytes > plan.cluster.memory_bytes * (1 + _SUM):
+            yield f"stages.{index}.peak_memory_bytes", f"more than the GPU's {plan.cluster.memory_bytes}"
+    peak = max(stage.peak_memory_bytes for stage in plan.stages)
+    if not _close(peak, plan.predicted.peak_memory_bytes, _SUM):
+        yield "predicted.peak_memory_bytes", f"{plan.predicted.peak_memory_bytes}, but the fullest stage's is {peak}"
+
+
+def _time(plan: Plan) -> Iterator[Problem]:
+    predicted, strategy = plan.predicted, plan.strategy
+    step = predicted.step_time_s
+    if step <= 0:
+        yield "predicted.step_time_s", f"{step}"
+    terms = sum(predicted.time_terms.values())
+    if not _close(terms, step, _SUM):
+        yield "predicted.step_time_s", f"{step}, but its terms sum to {terms}"
+    for index, stage in enumerate(plan.stages):
+        busy = strategy.micro_batches * (stage.forward_s + stage.backward_s) + stage.synchronise_s + stage.optimizer_s
+        if busy > step * (1 + _SUM):
+            yield "predicted.step_time_s", f"{step}, but stage {index} works for {busy}"
+    tokens = plan.global_batch * plan.model.tokens_per_sample / step
+    if not _close(tokens, predicted.tokens_per_s, _ROUNDED):
+        yield "predicted.tokens_per_s", f"{predicted.tokens_per_s}, but batch, tokens and step time make {tokens}"
+    for name, limit in (("bubble_fraction", 1.0), ("exposed_communication_s", step)):
+        if getattr(predicted, name) > limit * (1 + _SUM):
+            yield f"predicted.{name}", f"{getattr(predicted, name)}, more than {limit}"
+
+
+def _names(plan: Plan) -> Iterator[Problem]:
+    for index, axis in enumerate(plan.axes):
+        degree = getattr(plan.strategy, axis.name, None) if axis.name in _DEGREES else None
+        if degree is not None and degree != axis.degree:
+            yield f"axes.{index}.degree", f"{axis.degree}, but the strategy says {axis.name} = {degree}"
+    for index, other in enumerate(plan.alternatives):
+        if other.step_time_s == 0:
+            yield f"alternatives.{index}.step_time_s", "0"
+
+
+def _close(one: float, other: float, tolerance: float) -> bool:
+    return abs(one - other) <= tolerance * max(one, other)
