@@ -14,6 +14,7 @@ by their maker's name, :mod:`.instances`), ``4xcpu``, or the path of a cluster f
     [inter]                     # both links optional; a field left out keeps the kind's default
     bytes_per_s = 25e9          # one GPU, one direction; or gbit_per_s = 200
     latency_s = 5e-6
+    oversubscription = 2        # leaf switches have half as many links up as down: what all GPUs together get
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ DEFAULT_KIND = "A100-80GB-SXM"
 HARDWARE = Path(__file__).parent / "cost_models" / "hardware"
 _LEGAL = "8, 8xH100, 2x8xA100-80GB (nodes x GPUs a node x kind), 4xp5.48xlarge, 4xcpu, or a cluster file (.toml)"
 _PRESET = re.compile(r"(?:(?P<nodes>[+-]?\d+)x)?(?P<gpus>[+-]?\d+)x(?P<kind>\D.*|\d{4})", re.IGNORECASE)
-_LINK_FIELDS = ("name", "bytes_per_s", "gbit_per_s", "latency_s", "peers")
+_LINK_FIELDS = ("name", "bytes_per_s", "gbit_per_s", "latency_s", "peers", "oversubscription")
 _EFFICIENCIES = ("gemm", "attention_forward", "attention_backward", "memory")
 
 
@@ -381,6 +382,12 @@ def _file_link(described: object, default: Link, *, field: str, where: str) -> L
     changes: dict[str, Any] = {key: _number(described, key, place) for key in described if key != "name"}
     if "gbit_per_s" in changes:
         changes["bytes_per_s"] = changes.pop("gbit_per_s") * 1e9 / 8
+    if "oversubscription" in changes:
+        if changes["oversubscription"] < 1:
+            raise ClusterError(
+                "field `oversubscription` is links down over links up", where=place, legal="1 or more", attempt="2"
+            )
+        changes["bytes_per_s"] = changes.get("bytes_per_s", default.bytes_per_s) / changes.pop("oversubscription")
     if "peers" in changes:
         changes["peers"] = int(changes["peers"])
     if "name" in described:

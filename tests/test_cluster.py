@@ -176,3 +176,12 @@ def test_every_machine_has_a_device_and_a_single_meaning() -> None:
     assert {instance.kind for instance in INSTANCES} <= set(device_kinds())
     names = [name.lower() for instance in INSTANCES for name in instance.names]
     assert len(set(names)) == len(names)
+
+
+def test_an_oversubscribed_network_gives_each_gpu_its_part(tmp_path: Path) -> None:
+    path = tmp_path / "cluster.toml"
+    path.write_text('device = "H100"\nnodes = 4\n[inter]\ngbit_per_s = 400\noversubscription = 2\n')
+    assert Cluster.parse(path).inter.bytes_per_s == pytest.approx(25e9)
+    path.write_text('device = "H100"\nnodes = 4\n[inter]\noversubscription = 0.5\n')
+    with pytest.raises(ClusterError, match="oversubscription"):
+        Cluster.parse(path)
