@@ -29,6 +29,7 @@ COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "send")
 _MOST_DEFAULT_RANKS = 8
 _CALLS = 4  # transfers in a row: few, so that some rounds meet nothing else that runs
 _MOST_TRANSFERS = 1000
+_LARGE_BYTES = (2**26, 2**28)  # what NVLink needs to reach its rate
 _LARGEST_KEPT_BYTES = 31 * 2**20
 _CUDA_REPEATS = 20  # calls that fill the queue, so that the clock sees the device and not the launch
 
@@ -44,7 +45,7 @@ class _Effort:
 
 
 _THOROUGH = _Effort(probe_s=0.25, rounds=(5, 60), bytes=tuple(4**k for k in range(6, 13)), transfer_s=0.4)
-_QUICK = _Effort(probe_s=0.03, rounds=(3, 10), bytes=(2**14, 2**18, 2**21), transfer_s=0.05)
+_QUICK = _Effort(probe_s=0.03, rounds=(3, 10), bytes=(2**14, 2**18, 2**21), transfer_s=0.12)
 
 
 def default_ranks(device: str) -> int:
@@ -63,10 +64,16 @@ def calibrate(
     """
     ranks = default_ranks(device) if gpus is None else gpus
     start = _starting_point(device, ranks)
-    note(f"measuring {ranks} {'processes' if device == 'cpu' else 'GPUs'} together, {'a few' if quick else 'some'} ...")
+    note(f"measuring {ranks} {'processes' if device == 'cpu' else 'GPUs'} together: {_list(device, ranks, quick)} ...")
     by_rank = launch(_measure_rank, device, quick, gpus=ranks, device=device)
     note("fitting ...")
     return fit(start, _together(by_rank))
+
+
+def _list(device: str, ranks: int, quick: bool) -> str:
+    operators = f"{len(probes(device, quick=quick))} operators, forward and backward"
+    transfers = f", then {', '.join(name.replace('_', '-') for name in COLLECTIVES)}"
+    return operators + (transfers if ranks > 1 else "")
 
 
 def _starting_point(device: str, ranks: int) -> Cluster:
@@ -109,7 +116,8 @@ def _measure_rank(device_type: str, quick: bool) -> list[Sample]:
         if probe.backward:
             samples.append(_timed(probe, place, effort, backward=True))
     if dist.get_world_size() > 1:
-        samples += [_transfer(name, size, place, effort) for name in COLLECTIVES for size in effort.bytes]
+        sizes = (*effort.bytes, *_LARGE_BYTES) if device_type == "cuda" else effort.bytes
+        samples += [_transfer(name, size, place, effort) for name in COLLECTIVES for size in sizes]
     return samples
 
 
@@ -146,18 +154,17 @@ def _forward_s(probe: Probe, operands: list[list[Tensor]]) -> float:
 
 def _backward_s(probe: Probe, operands: list[list[Tensor]]) -> float:
     device = operands[0][0].device
-    repeats = _CUDA_REPEATS if device.type == "cuda" else 1
-    left = iter([_outputs(probe, operands) for _ in range(repeats)])
-    gradient = torch.ones_like(probe.function(*operands[0]))
+    outputs = _outputs(probe, operands)
+    gradient = torch.ones_like(outputs[-1])
+    again = device.type == "cuda"  # there the clock sees several backwards of the one graph
 
     def run() -> None:
-        outputs = next(left)
         if probe.chained:
             wanted = operands[0] if probe.operator.gemm else operands[0][:1]
-            torch.autograd.grad(outputs[-1], wanted, gradient)
+            torch.autograd.grad(outputs[-1], wanted, gradient, retain_graph=again)
             return
         for output, of_call in zip(reversed(outputs), reversed(operands), strict=True):
-            torch.autograd.grad(output, of_call, gradient)
+            torch.autograd.grad(output, of_call, gradient, retain_graph=again)
 
     return _seconds(run, device) / probe.calls
 

@@ -55,12 +55,14 @@ def probes(device_type: str, *, quick: bool) -> tuple[Probe, ...]:
         *(_attention(sizes.attention_dtype, *shape, sizes.calls) for shape in sizes.attentions),
         *(wise(sizes.attention_dtype, rows, sizes.width) for rows in sizes.rows for wise in (_copy, _add, _norm)),
         *(_gelu(sizes.attention_dtype, rows, sizes.width) for rows in sizes.rows),
+    ]
+    small = [
         _dispatch("add", torch.add, operands=2),
         _dispatch("linear", F.linear, operands=2, gemm=True),
         _dispatch("gelu", F.gelu, operands=1),
         _dispatch("layer_norm", _norm_of_last, operands=1),
     ]
-    return tuple(made[::2]) if quick else tuple(made)
+    return (*(made[::2] if quick else made), *small)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
