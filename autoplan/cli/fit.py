@@ -23,13 +23,14 @@ def fit(
     precision: options.Precision = None,
     optimizer: options.Optimizer = "adamw",
     strategy: options.StrategyText = None,
+    headroom: options.Headroom = None,
     json: options.Json = False,
 ) -> None:
     """Say whether a model fits, and with how much memory to spare.
 
     Exit code 0: it fits. Exit code 1: it does not; then by how much, and the nearest changes that fit.
     """
-    forced = options.parse_strategy(strategy)
+    forced = options.with_headroom(options.parse_strategy(strategy), headroom)
     import autoplan
 
     try:

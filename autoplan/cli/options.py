@@ -28,12 +28,25 @@ StrategyText = Annotated[
     list[str] | None,
     typer.Option("--strategy", metavar="K=V,...", help="Force parts of the answer: data=4,tensor=2,zero_stage=1."),
 ]
+Headroom = Annotated[
+    str | None, typer.Option("--headroom", metavar="SHARE", help="Memory to keep free on every GPU, such as 10%.")
+]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of tables.")]
 Output = Annotated[Path | None, typer.Option("-o", "--output", metavar="FILE", help="Write the plan to FILE.")]
 PlanFile = Annotated[Path, typer.Argument(metavar="PLAN.json", help="A file that `autoplan plan -o` wrote.")]
 
-_WHOLE = ("data", "tensor", "pipeline", "virtual_stages", "context", "expert", "zero_stage", "micro_batch_size")
-_WORDS = ("schedule", "recompute")
+_WHOLE = (
+    "data",
+    "tensor",
+    "pipeline",
+    "virtual_stages",
+    "context",
+    "expert",
+    "zero_stage",
+    "micro_batch_size",
+    "max_gpus",
+)
+_WORDS = ("schedule", "recompute", "memory_headroom")
 _SWITCHES = ("sequence_parallel",)
 STRATEGY_KEYS = (*_WHOLE, *_WORDS, *_SWITCHES)
 _EXAMPLE = "--strategy data=4,tensor=2"
@@ -56,6 +69,15 @@ def parse_strategy(texts: list[str] | None) -> dict[str, Any]:
             raise StrategyError(f"strategy: `{key}` is given twice", attempt=_EXAMPLE)
         strategy[key] = _value(key, value)
     return strategy
+
+
+def with_headroom(strategy: dict[str, Any], headroom: str | None) -> dict[str, Any]:
+    """``strategy`` with ``--headroom`` as its key; given twice is refused."""
+    if headroom is None:
+        return strategy
+    if "memory_headroom" in strategy:
+        raise StrategyError("the memory headroom is given twice", attempt="--headroom, or --strategy memory_headroom=")
+    return strategy | {"memory_headroom": headroom}
 
 
 def _value(key: str, text: str) -> Any:

@@ -13,6 +13,7 @@ def plan(
     precision: options.Precision = None,
     optimizer: options.Optimizer = "adamw",
     strategy: options.StrategyText = None,
+    headroom: options.Headroom = None,
     output: options.Output = None,
     json: options.Json = False,
 ) -> None:
@@ -20,7 +21,7 @@ def plan(
 
     Keys in --strategy are forced; the rest is planned. Exit code 1: nothing fits.
     """
-    forced = options.parse_strategy(strategy)
+    forced = options.with_headroom(options.parse_strategy(strategy), headroom)
     options.check_writable(output)
 
     def decide() -> answer.Plan:

@@ -56,7 +56,7 @@ def lower_bounds(space: Space, candidates: Candidates) -> LowerBounds:
         sends[where] = 2 * (strategy.pipeline - 1) * _least_send_s(space, strategy)
     for where, strategy in _alike(candidates, ("tensor", "data", "pipeline", "zero_stage")):
         exposed[where], tail[where], first_tail[where] = _data_axis(space, strategy)
-    capacity = space.problem.cluster.device.memory_bytes * (1 - MARGIN)
+    capacity = space.problem.usable_bytes * (1 - MARGIN)
     for where, strategy in _alike(candidates, ("tensor", "micro_batch_size", "data", "zero_stage", "staged")):
         share, alone = least_bytes(space, strategy)
         fixed = space.states(strategy).fixed_bytes
@@ -143,7 +143,7 @@ def fits_greedily(tables: Tables) -> bool:
             elements[layer + 1 :] -= group.elements
             trainable[layer + 1 :] -= group.elements if group.trainable else 0
     resident = states.per_element * elements + states.per_trainable * trainable
-    capacity = tables.cluster.device.memory_bytes * (1 - MARGIN) - states.fixed_bytes
+    capacity = tables.usable_bytes * (1 - MARGIN) - states.fixed_bytes
     at = 0
     for stage in range(strategy.pipeline):
         held = resident + (1 + states.reserve) * tables.in_flight(stage) * chain.least_saved

@@ -14,7 +14,8 @@ def case(problem: Problem, evaluation: Evaluation, families: tuple[FamilyBest, .
     sentence = _why(problem, evaluation, by_name)
     unused = problem.cluster.gpus - evaluation.strategy.gpus
     if unused:
-        reason = "as forced" if problem.forced else "more would not be faster"
+        limited = problem.max_gpus is not None and problem.max_gpus < problem.cluster.gpus
+        reason = "as forced" if problem.forced or limited else "more would not be faster"
         sentence += f"; {unused} of the {problem.cluster.gpus} GPUs stay unused, {reason}"
     return sentence + "."
 

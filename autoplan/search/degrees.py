@@ -100,7 +100,8 @@ def counts(problem: Problem, forced: Forced) -> tuple[int, ...]:
     """Numbers of GPUs to try. Where all three degrees are forced, their product."""
     if forced.data and forced.tensor and forced.pipeline:
         return (forced.product,)
-    return tuple(n for n in whole_counts(problem.cluster) if n % forced.product == 0)
+    most = problem.max_gpus or problem.cluster.gpus
+    return tuple(n for n in whole_counts(problem.cluster) if n % forced.product == 0 and n <= most)
 
 
 def tensor_degrees(problem: Problem, forced: Forced) -> tuple[int, ...]:

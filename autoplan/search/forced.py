@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from autoplan.errors import StrategyError
+from autoplan.search.constraints import LIMITS
 from autoplan.search.degrees import divisors, whole_counts
 from autoplan.search.problem import Problem
 
@@ -54,7 +55,7 @@ def read_forced(problem: Problem) -> Forced:
     """Check ``problem.forced``; raises :class:`StrategyError` that states the legal values."""
     for key in problem.forced:
         if key not in KEYS:
-            raise StrategyError(f"unknown strategy key `{key}`", legal=", ".join(KEYS))
+            raise StrategyError(f"unknown strategy key `{key}`", legal=", ".join((*KEYS, *LIMITS)))
     values: dict[str, Any] = {key: _read(key, value) for key, value in problem.forced.items()}
     for key in ("virtual_stages", "context", "expert", "sequence_parallel"):
         values.pop(key, None)

@@ -42,12 +42,13 @@ def infeasible(engine: Engine) -> AutoplanError:
     if short is None:
         return _no_candidates(engine)
     cluster, term = problem.cluster, short.largest_term
+    kept = f" with {problem.memory_headroom * 100:g}% kept free" if problem.memory_headroom else ""
     suggestions = tuple(_suggestions(problem, short))
     where = f" on stage {short.stage}" if short.strategy.pipeline > 1 else ""
     what = (
         f"{problem.layers.name} does not fit {cluster.spec} at global batch {problem.global_batch}: the nearest plan "
         f"({short.strategy.describe()}, micro-batch {short.strategy.micro_batch_size}) is {gib(short.short_bytes)} "
-        f"short a GPU{where}, {gib(short.peak_bytes)} of {gib(cluster.device.memory_bytes)}; the largest term is "
+        f"short a GPU{where}, {gib(short.peak_bytes)} of {gib(problem.usable_bytes)}{kept}; the largest term is "
         f"{term.replace('_', ' ')}, {gib(short.terms[term])}"
     )
     return InfeasibleError(
@@ -96,6 +97,14 @@ def fits(problem: Problem) -> Fitting | None:
 
 def _suggestions(problem: Problem, short: Shortfall) -> Iterator[str]:
     yield from _freed(problem)
+    if problem.memory_headroom:
+        found = fits(dataclasses.replace(problem, memory_headroom=0.0))
+        if found is not None:
+            yield f"without `memory_headroom` it fits ({found})"
+    if problem.max_gpus is not None:
+        found = fits(dataclasses.replace(problem, max_gpus=None))
+        if found is not None:
+            yield f"with more than `max_gpus` {problem.max_gpus} it fits ({found})"
     yield from _changed(problem, short)
     yield from _widened(problem)
     found = smallest_count(problem)
@@ -195,7 +204,7 @@ def _fits_on(problem: Problem, gpus: int, batch_of: Callable[[int], int] | None)
     if cluster is None:
         return None
     batch = batch_of(gpus) if batch_of else problem.global_batch
-    return fits(dataclasses.replace(problem, cluster=cluster, global_batch=batch))
+    return fits(dataclasses.replace(problem, cluster=cluster, global_batch=batch, max_gpus=None))
 
 
 def like(cluster: Cluster, gpus: int, kind: str) -> Cluster | None:

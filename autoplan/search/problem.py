@@ -24,7 +24,8 @@ class Problem:
     the user (checked by :func:`autoplan.search.forced.read_forced`). ``batch_coupling``: why the batch may not be
     split, "" if it may. ``fixed_micro_batch``: the only micro-batch size that the graph runs at, None if any.
     ``zero_stages`` and ``recompute_policies``: what may be chosen (a runtime executes fewer than can be priced).
-    ``max_tensor``: the highest tensor degree tried unless forced; None means the GPUs of one node.
+    ``max_tensor``: the highest tensor degree tried unless forced; None means the GPUs of one node. ``max_gpus``: the
+    most GPUs to use. ``memory_headroom``: the share of every GPU's memory to keep free.
     """
 
     layers: LayerGraph
@@ -41,6 +42,13 @@ class Problem:
     schedules: tuple[str, ...] = SCHEDULES
     max_tensor: int | None = None
     assumptions: tuple[str, ...] = ()
+    max_gpus: int | None = None
+    memory_headroom: float = 0.0
+
+    @property
+    def usable_bytes(self) -> float:
+        """What a plan may fill of a GPU's memory."""
+        return self.cluster.device.memory_bytes * (1 - self.memory_headroom)
 
     def kinds(self, degree: int) -> tuple[LayerKind, ...]:
         """Layer kinds under ``degree``; the model's own for 1."""

@@ -41,7 +41,7 @@ def nearest(engine: Engine, chosen: np.ndarray | None = None) -> Shortfall | Non
     space, bounds = engine.space, engine.bounds
     rows = np.arange(len(space.candidates)) if chosen is None else np.nonzero(chosen)[0]
     order = sorted((int(i) for i in rows), key=lambda i: (bounds.short_bytes[i], i))
-    capacity = space.problem.cluster.device.memory_bytes
+    capacity = space.problem.usable_bytes
     best: tuple[float, Strategy, tuple[int, ...]] | None = None
     for index in order[:MOST_TRIED]:
         if best is not None and bounds.short_bytes[index] >= best[0] - capacity:
@@ -88,6 +88,6 @@ def _describe(space: Space, strategy: Strategy, cuts: tuple[int, ...]) -> Shortf
         strategy=strategy,
         cuts=cuts,
         stage=fullest,
-        short_bytes=stages[fullest].peak_bytes - space.problem.cluster.device.memory_bytes,
+        short_bytes=stages[fullest].peak_bytes - space.problem.usable_bytes,
         terms=stages[fullest].memory_terms,
     )

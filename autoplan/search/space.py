@@ -14,6 +14,7 @@ from autoplan.errors import StrategyError
 from autoplan.layers.types import LayerKind
 from autoplan.plan import Strategy
 from autoplan.search.chain import Chain, build_chain
+from autoplan.search.constraints import with_limits
 from autoplan.search.degrees import Candidates, enumerate_candidates, tensor_degrees
 from autoplan.search.forced import Forced, read_forced
 from autoplan.search.pricing import KindCosts, StateCosts, kind_costs, state_costs
@@ -107,12 +108,14 @@ class Space:
             cluster=self.problem.cluster,
             recipe=self.recipe,
             states=self.states(strategy),
+            usable_bytes=self.problem.usable_bytes,
             period_limit_s=period_limit_s,
         )
 
 
 def open_space(problem: Problem) -> Space:
     """Check the problem and price nothing yet; raises :class:`StrategyError`."""
+    problem = with_limits(problem)
     check(problem)
     # Sharding a model is dear: asked for once a degree, by the checks and by problems made from this one too.
     problem = dataclasses.replace(problem, tensor_kinds=functools.cache(problem.tensor_kinds))

@@ -52,6 +52,7 @@ class Tables:
     cluster: Cluster
     recipe: Recipe
     states: StateCosts
+    usable_bytes: float
     period_limit_s: float = math.inf
     only: tuple[tuple[int, int], ...] | None = None
     _by_flight: dict[int, Floats] = field(default_factory=dict, init=False)
@@ -228,7 +229,7 @@ class Tables:
         """Bytes left for activations of all micro-batches in flight and the recompute window; and whether the optimizer
         step fits (as 0 or inf)."""
         first, end = self.rows
-        capacity = self.cluster.device.memory_bytes * (1 - MARGIN)
+        capacity = self.usable_bytes * (1 - MARGIN)
         left = (capacity - self.resident) / (1 + self.states.reserve)
         step = np.where(self.states.temporary_per_trainable * self.trainable <= left, 0.0, math.inf)
         window = self.states.window_per_element * self.chain.largest[first, end]

@@ -55,3 +55,12 @@ def test_families_in_a_table(invoke: Invoke, tmp_path: Path) -> None:
     found = json.loads(invoke(*asked, "--json").stdout)
     assert [row["chosen"] for row in found["families"]].count(True) == 1
     assert {"one GPU", "data", "pipeline", "tensor"} <= {row["family"] for row in found["families"]}
+
+
+def test_headroom_is_an_option_and_a_key(invoke: Invoke, tmp_path: Path) -> None:
+    asked = ("fit", config(tmp_path, TINY), "--gpus", "1xA100-80GB", "--global-batch", "4", "--json")
+    for way in (("--headroom", "50%"), ("--strategy", "memory_headroom=50%")):
+        found = json.loads(invoke(*asked, *way).stdout)
+        assert found["headroom_bytes"] >= found["memory_bytes"] / 2
+    refused = invoke(*asked, "--headroom", "150%")
+    assert refused.exit_code == 2 and "memory_headroom" in refused.stderr
