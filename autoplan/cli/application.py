@@ -17,6 +17,7 @@ from autoplan.cli import (
     calibrate,
     clusters,
     compare,
+    diff,
     explain,
     fit,
     min_gpus,
@@ -120,6 +121,7 @@ application.command("explain")(explain.explain)
 application.command("show")(show.show)
 application.command("simulate")(simulate.simulate)
 application.command("report")(report.report)
+application.command("diff")(diff.diff)
 application.command("verify")(verify.verify)
 application.command(
     "run", context_settings={"allow_extra_args": True, "ignore_unknown_options": True, "allow_interspersed_args": True}

@@ -1,0 +1,28 @@
+"""``autoplan diff``: what changed between two plan files, and what it costs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from autoplan.cli import console, options
+from autoplan.plan import Plan
+
+Before = Annotated[Path, typer.Argument(metavar="A.json", help="A plan file.")]
+After = Annotated[Path, typer.Argument(metavar="B.json", help="Another.")]
+
+
+def diff(before: Before, after: After, json: options.Json = False) -> None:
+    """Say what B decides otherwise than A, and what that does to time and memory.
+
+    Example: autoplan diff old.json new.json
+    """
+    from autoplan.report import difference
+
+    one, two = Plan.load(before), Plan.load(after)
+    if json:
+        console.result_json(difference.difference(one, two).to_dict())
+    else:
+        typer.echo(difference.as_text(one, two, (before.name, after.name)).rstrip("\n"))
