@@ -63,8 +63,9 @@ class StageInterpreter:
     """Executes the actions of one stage on one rank.
 
     ``channels`` is None for a single stage, which communicates with no other. ``around_forward(micro_batch)`` is
-    entered around each run of the stage's graph, and ``before_backward(last)`` is called ahead of each backward; ``last`` says that no other follows in this step. ``peak_in_flight`` is the most
-    micro-batches whose activations were held at once in the latest run.
+    entered around each run of the stage's graph. ``before_backward(last)`` is called ahead of each backward; ``last``
+    says that no other follows in this step. ``peak_in_flight`` is the most micro-batches whose activations were held at
+    once in the latest run.
     """
 
     def __init__(
