@@ -3,7 +3,8 @@
 Run: ``python tests/benchmarks/bench_cpu_prediction.py``, or ``pytest -m benchmark`` on this file with ``-s``. Prints a
 line a strategy; asserts no clock. A step is what a user's loop repeats: ``program.step``, the optimizer's, and dropping
 the gradients. Steps are timed by the clock from a barrier to the last rank's end; the least counts, because what else
-runs on the machine only adds.
+runs on the machine only adds. It needs a free core a rank: where others run, tensor parallelism waits for the slower
+rank twenty times a step, and the clock shows that wait, not the program.
 """
 
 from __future__ import annotations
