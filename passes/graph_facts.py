@@ -361,9 +361,13 @@ def _is_random(node: Node, facts: GraphFacts) -> bool:
     if isinstance(target, OpOverload):
         if target in _MAY_RETURN_INPUT and (not node.args[2] or not node.args[1]):
             return False
+        if target is aten.scaled_dot_product_attention.default and not _argument(node, 4, "dropout_p"):
+            return False
         return torch.Tag.nondeterministic_seeded in target.tags
     if node.op != "call_function":
         return False
+    if node.target is operators.drawn_apart:
+        return True
     graphs = [facts.attribute(str(n.target)) for n in node.all_input_nodes if n.op == "get_attr"]
     return any(
         _is_random(inner, GraphFacts(module.graph, module))
@@ -371,6 +375,10 @@ def _is_random(node: Node, facts: GraphFacts) -> bool:
         if isinstance(module, GraphModule)
         for inner in module.graph.nodes
     )
+
+
+def _argument(node: Node, index: int, name: str) -> Any:
+    return node.args[index] if len(node.args) > index else node.kwargs.get(name)
 
 
 def _arguments(node: Node) -> Iterator[tuple[Any, Any]]:

@@ -25,7 +25,7 @@ from __future__ import annotations
 
 import contextvars
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any, Protocol
@@ -102,6 +102,19 @@ class _GatherSlices(torch.autograd.Function):
 def gather_slices(shapes: Sequence[Sequence[int]], *slices: Tensor) -> tuple[Tensor, ...]:
     """Whole parameters from flat slices over the data axis: all-gather forward, reduce-scatter backward."""
     return _GatherSlices.apply(shapes, *slices)
+
+
+def drawn_apart(operation: Callable[..., Any], axis: str, *args: Any, **kwargs: Any) -> Any:
+    """``operation(*args, **kwargs)`` on this rank's part of a split value, with random numbers of this rank's own.
+
+    Every rank of the axis draws one number from its generator, alike on all, which seeds a generator for each rank; the
+    rank's own generator goes on behind that number, so that what the ranks compute alike stays alike.
+    """
+    number = int(torch.randint(2**62, ()).item())
+    devices = {value.device for value in args if isinstance(value, Tensor) and value.is_cuda}
+    with torch.random.fork_rng(devices=list(devices)):
+        torch.manual_seed((number + _CURRENT.get().rank(axis)) % 2**62)
+        return operation(*args, **kwargs)
 
 
 def recomputed(module: GraphModule, *inputs: Any) -> Any:

@@ -15,6 +15,7 @@ from autoplan.capture import Capture, retarget
 from autoplan.cluster import Cluster
 from autoplan.errors import StrategyError
 from autoplan.layers import LayerGraph
+from autoplan.passes.draw_apart import draw_apart
 from autoplan.passes.gather_parameters import gather_parameters
 from autoplan.passes.recompute import recompute
 from autoplan.passes.shard_tensors import shard_tensors
@@ -146,7 +147,7 @@ class Builder:
         origin: dict[str, str] = {}
         if self._plan.strategy.tensor > 1:
             sharded = shard_tensors(graph_module, self._whole_sharding(), rank=tensor_rank)
-            graph_module = sharded.graph_module
+            graph_module = draw_apart(sharded.graph_module, graph_module)
             placements = self._canonical_placements(sharded.parameters)
             stage |= {name: stage[origin] for name, origin in sharded.origin.items() if origin in stage}
             origin = sharded.origin

@@ -9,7 +9,8 @@ own generator is put back after it:
 - data ranks, stages and micro-batches draw different ones;
 - the order in which a schedule runs micro-batches, and what a layer recomputes, change none.
 
-An operator that the tensor axis splits draws the same numbers for each rank's part.
+An operator that the tensor axis splits draws for each rank's part from a stream of that rank's own
+(:mod:`autoplan.passes.draw_apart`).
 """
 
 from __future__ import annotations

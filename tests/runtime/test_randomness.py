@@ -138,3 +138,26 @@ def test_neither_recompute_nor_the_schedule_changes_a_number(plan: dict[str, Any
     if "tensor" in plan:  # a bias that both ranks hold whole has one gradient, which they computed apart
         name = "blocks.1.down.bias"
         assert torch.equal(ranks[0][2][name], ranks[1][2][name])
+
+
+def test_a_split_dropout_draws_for_each_part_apart_and_the_whole_ones_stay_alike() -> None:
+    model, batch = stack()
+    captured = capture(model, batch)
+    layers = build_layers(captured)
+    made = with_recompute(hand_plan(layers, tensor=2, micro_batch_size=8), "full")
+    program = Program(captured, made, layers, cluster=Cluster.parse("2xcpu"), device="cpu")
+    assert program.code(0).count("drawn_apart(") == 2  # between up and down, once a block
+
+    def dropped(rank: int, world: int) -> tuple[Tensor, dict[str, Tensor]]:
+        torch.manual_seed(7)
+        program.step({"x": batch["x"][:1]})
+        local = dict(program.named_parameters())
+        first = local["blocks.0.up.bias"].grad
+        assert first is not None
+        return first == 0, program.gradients()
+
+    (one, gradients), (other, same) = run_ranks(dropped, 2)
+    assert one.any() and other.any()  # of one sample, what was dropped has no gradient
+    assert not torch.equal(one, other)
+    for name, gradient in gradients.items():
+        assert torch.equal(gradient, same[name])

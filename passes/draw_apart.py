@@ -1,0 +1,43 @@
+"""Random operators that the tensor axis splits draw numbers of each rank's own.
+
+Requires the graph before and after :mod:`autoplan.passes.shard_tensors`, whose nodes keep their names. Guarantees:
+an operator that draws random numbers and whose result is smaller than it was, a rank's part of it, becomes a call of
+:func:`autoplan.passes.operators.drawn_apart`; without it, dropout would drop the same places of every rank's part.
+Operators that every rank computes whole are left to draw alike, and so are those that write in place.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+from torch.fx import GraphModule, Node
+
+from autoplan.passes import operators
+from autoplan.passes.graph_facts import GraphFacts, copy_graph
+
+NAME = "draw_apart"
+
+
+def draw_apart(sharded: GraphModule, original: GraphModule, *, axis: str = "tensor") -> GraphModule:
+    """``sharded`` with what is split and random drawn apart."""
+    graph = copy_graph(sharded)
+    facts = GraphFacts(graph, sharded)
+    whole = {node.name: node for node in original.graph.nodes}
+    for node in facts.order:
+        if facts.is_random(node) and not facts.writes(node) and _is_part(node, whole.get(node.name)):
+            with graph.inserting_before(node):
+                args: Any = (node.target, axis, *node.args)
+                apart = graph.call_function(operators.drawn_apart, args, dict(node.kwargs))
+            apart.meta = dict(node.meta)
+            node.replace_all_uses_with(apart)
+            name = node.name
+            graph.erase_node(node)
+            apart.name = name
+    graph.lint()
+    return GraphModule(sharded, graph, class_name="ShardedGraph")
+
+
+def _is_part(node: Node, whole: Node | None) -> bool:
+    local, full = node.meta.get("val"), whole.meta.get("val") if whole is not None else None
+    return isinstance(local, Tensor) and isinstance(full, Tensor) and tuple(local.shape) != tuple(full.shape)
