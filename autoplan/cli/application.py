@@ -18,6 +18,7 @@ from autoplan.cli import (
     clusters,
     compare,
     diff,
+    doctor,
     explain,
     fit,
     min_gpus,
@@ -128,4 +129,5 @@ application.command(
 )(run.run)
 application.command("models")(models.models)
 application.command("clusters")(clusters.clusters)
+application.command("doctor")(doctor.doctor)
 application.command("calibrate")(calibrate.calibrate)
