@@ -108,6 +108,7 @@ class Engine:
     _known: dict[int, tuple[float, Decision | None]] = field(default_factory=dict, init=False)
     _floors: dict[int, float] = field(default_factory=dict, init=False)
     _simulated: dict[Strategy, float] = field(default_factory=dict, init=False)
+    _order: list[int] | None = field(default=None, init=False)
     _bounds: LowerBounds | None = field(default=None, init=False)
 
     @property
@@ -117,12 +118,12 @@ class Engine:
         return self._bounds
 
     def order(self, chosen: np.ndarray | None = None) -> list[int]:
-        """Candidates that pass the memory bound, by lower bound, then by preference."""
-        bounds = self.bounds
-        passing = bounds.short_bytes <= 0 if chosen is None else chosen & (bounds.short_bytes <= 0)
-        rows = [int(i) for i in np.nonzero(passing)[0]]
-        strategies = self.space.candidates
-        return sorted(rows, key=lambda i: (bounds.step_s[i], preference(strategies.strategy(i)), i))
+        """Candidates (of those ``chosen``) that pass the memory bound, by lower bound, then by preference."""
+        if self._order is None:
+            bounds, strategies = self.bounds, self.space.candidates
+            rows = [int(i) for i in np.nonzero(bounds.short_bytes <= 0)[0]]
+            self._order = sorted(rows, key=lambda i: (bounds.step_s[i], preference(strategies.strategy(i)), i))
+        return self._order if chosen is None else [index for index in self._order if chosen[index]]
 
     def fits(self, index: int) -> bool:
         """The greedy memory test, remembered."""
