@@ -44,6 +44,16 @@ def test_axes_say_what_how_often_and_how_much() -> None:
     assert "tensor x 2 splits matrices all-reduce, over near 64 times a step" in text
 
 
+def test_a_micro_batch_s_computation_against_its_communication() -> None:
+    plan = search(problem(LARGE, cluster(8), forced={"tensor": 4, "micro_batch_size": 4}))
+    terms = plan.predicted.time_terms
+    computed = terms["forward"] + terms["backward"] + terms["recompute"]
+    ratio = computed / (terms["tensor_communication"] + terms["sharded_state"])
+    text = " ".join(explain(plan).split())
+    assert f"A micro-batch of 4 computes for {seconds(computed / plan.strategy.micro_batches)}" in text
+    assert f"a ratio of {ratio:.1f}." in text
+
+
 def test_sixteen_stages_are_legible() -> None:
     layers = [Dense(elements=100_000_000 + i) for i in range(32)]
     text = text_of(problem(layers, cluster(8, nodes=2), forced={"pipeline": 16}))

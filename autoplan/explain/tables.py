@@ -147,6 +147,19 @@ def step(plan: Plan) -> list[str]:
     if predicted.exposed_communication_s > 0:
         lines += paragraph(
             f"Computation takes {compute / predicted.exposed_communication_s:.1f} times as long as the communication "
-            "that nothing hides."
+            f"that nothing hides. {_one_micro_batch(plan, compute)}".strip()
         )
     return lines
+
+
+def _one_micro_batch(plan: Plan, compute_s: float) -> str:
+    """What a micro-batch computes against what it sends; synchronisation, which comes once a step, left out."""
+    terms, strategy = plan.predicted.time_terms, plan.strategy
+    sent_s = sum(terms.get(name, 0.0) for name in ("tensor_communication", "sharded_state"))
+    if sent_s <= 0:
+        return ""
+    number = strategy.micro_batches
+    return (
+        f"A micro-batch of {strategy.micro_batch_size} computes for {seconds(compute_s / number)} and communicates for "
+        f"{seconds(sent_s / number)}, a ratio of {compute_s / sent_s:.1f}."
+    )
