@@ -17,7 +17,7 @@ from autoplan.capture.errors import node_line
 from autoplan.cluster import Cluster
 from autoplan.errors import AutoplanError, ModelError, RuntimeFault, StrategyError
 from autoplan.layers import LayerGraph, build_layers
-from autoplan.plan import Plan
+from autoplan.plan import Plan, Strategy
 from autoplan.runtime import Program, launch
 from autoplan.runtime.build import check_executable
 from autoplan.sharding import Placement, Sharding, shard_model
@@ -65,14 +65,15 @@ def check_numbers(
     with float64_throughout():
         try:
             small = shrink(model, example_inputs, loss_fn, before=plan.strategy, after=strategy)
-            subject = _subject(small, plan, strategy, sharding, cluster)
+            subject = subject_of(small, plan, strategy, sharding, cluster)
             check_executable(subject.capture, subject.plan)
         except (ModelError, StrategyError) as error:
             return Numeric(status="not executable here", reason=error.what), ()
-        return _run(subject, reductions(plan.strategy, strategy))
+        return compare(subject, reductions(plan.strategy, strategy))
 
 
-def _subject(small: Small, plan: Plan, strategy: Any, sharding: Sharding | None, cluster: Cluster) -> Subject:
+def subject_of(small: Small, plan: Plan, strategy: Strategy, sharding: Sharding | None, cluster: Cluster) -> Subject:
+    """``small``, traced, under ``plan`` at the degrees of ``strategy``; ``sharding`` is the whole model's."""
     samples = strategy.global_batch
     example = resample(small.example_inputs, samples, seed=1)
     captured = capture(small.model, example, loss_fn=small.loss_fn)
@@ -96,7 +97,8 @@ def _corresponds(sharding: Sharding, layers: LayerGraph) -> bool:
     return [len(kind.options) for kind in sharding.kinds] == [len(kind.operators) for kind in layers.kinds]
 
 
-def _run(subject: Subject, reduced: tuple[str, ...]) -> tuple[Numeric, tuple[Check, ...]]:
+def compare(subject: Subject, reduced: tuple[str, ...] = ()) -> tuple[Numeric, tuple[Check, ...]]:
+    """Run it and compare: the numbers, and the static checks of the program that ran."""
     strategy, small = subject.plan.strategy, subject.small
     checks, programs = static.check_static(subject.capture, subject.layers, subject.plan, subject.cluster)
     batches, ignored = _batches(subject)
@@ -313,7 +315,7 @@ def _first(
         return _of_value("gradient of a value", *backward, names)
     if parameter is not None:
         return _of_finding(*parameter, names)
-    ranking = {"loss": 0, "weight": 1, "buffer": 1, "gradient norm": 2}
+    ranking = {"loss": 0, "gradient": 1, "gradient norm": 2, "weight": 3, "buffer": 3}
     rank, finding = min(
         wrong, key=lambda entry: (entry[1].step, ranking[entry[1].quantity], names.position_of(entry[1].name))
     )

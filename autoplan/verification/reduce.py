@@ -82,7 +82,7 @@ def reduce_plan(plan: Plan, layers: LayerGraph, strategy: Strategy) -> Plan:
         gpus_used=strategy.gpus,
         global_batch=strategy.global_batch,
         strategy=strategy,
-        stages=stages,
+        stages=tuple(dataclasses.replace(stage, parameters=0) for stage in stages),  # the counts were the whole model's
         model=dataclasses.replace(
             plan.model, fingerprint=layers.fingerprint, layers=tuple(x.name for x in layers.layers)
         ),

@@ -1,0 +1,74 @@
+"""``autoplan verify MODEL PLAN.json``: exit codes, JSON, and what a person reads."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+
+import pytest
+
+import autoplan
+from tests.support.cli import Invoke
+
+CONFIG = {
+    "model_type": "llama",
+    "architectures": ["LlamaForCausalLM"],
+    "vocab_size": 64,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 32,
+}
+
+
+@pytest.fixture(scope="module")
+def config(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("model") / "tiny.json"
+    path.write_text(json.dumps(CONFIG))
+    return path
+
+
+@pytest.fixture(scope="module")
+def planned(config: Path) -> autoplan.Plan:
+    strategy = {"data": 1, "tensor": 1, "pipeline": 2, "micro_batch_size": 2, "recompute": "none"}
+    return autoplan.plan(str(config), gpus="2xcpu", global_batch=8, seq=12, strategy=strategy)
+
+
+def test_static_check_says_yes_with_exit_code_0(
+    invoke: Invoke, config: Path, planned: autoplan.Plan, tmp_path: Path
+) -> None:
+    result = invoke("verify", str(config), str(planned.save(tmp_path / "plan.json")), "--static", "--json")
+    assert result.exit_code == 0, result.stderr
+    answer = json.loads(result.stdout)
+    assert answer["equal"] is True
+    assert [check["name"] for check in answer["static"]] == ["placements", "stages", "messages", "parameters", "memory"]
+    assert answer["numeric"]["status"] == "not run"
+
+
+def test_a_plan_that_counts_other_parameters_is_refused_with_exit_code_1(
+    invoke: Invoke, config: Path, planned: autoplan.Plan, tmp_path: Path
+) -> None:
+    first, second = planned.stages
+    wrong = dataclasses.replace(planned, stages=(first, dataclasses.replace(second, parameters=second.parameters + 1)))
+    result = invoke("verify", str(config), str(wrong.save(tmp_path / "plan.json")), "--static")
+    assert result.exit_code == 1, result.stderr
+    assert "WRONG parameters: stage 1 holds" in " ".join(result.stdout.split())
+
+
+def test_a_plan_for_another_model_is_bad_input(
+    invoke: Invoke, config: Path, planned: autoplan.Plan, tmp_path: Path
+) -> None:
+    other = dataclasses.replace(planned, model=dataclasses.replace(planned.model, fingerprint="0" * 64))
+    result = invoke("verify", str(config), str(other.save(tmp_path / "plan.json")))
+    assert result.exit_code == 2
+    assert "another graph" in result.stderr
+
+
+@pytest.mark.wide
+def test_the_numbers_are_the_same(invoke: Invoke, config: Path, planned: autoplan.Plan, tmp_path: Path) -> None:
+    result = invoke("verify", str(config), str(planned.save(tmp_path / "plan.json")))
+    assert result.exit_code == 0, result.stdout + result.stderr
+    assert "the same numbers" in result.stdout
