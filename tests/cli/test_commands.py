@@ -87,9 +87,9 @@ def test_a_strategy_is_text_of_keys_and_values() -> None:
 
 
 def test_the_strategy_keys_are_the_planners() -> None:
-    from autoplan.search.forced import KEYS
+    from autoplan.search.forced import KEYS, LIMITS
 
-    assert set(options.STRATEGY_KEYS) == set(KEYS)
+    assert set(options.STRATEGY_KEYS) == {*KEYS, *LIMITS}
 
 
 def test_a_plan_prints_its_decision_within_80_columns(
