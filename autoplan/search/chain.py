@@ -212,9 +212,14 @@ class Chain:
         _, first, end = key
         if not (isinstance(first, int) and isinstance(end, int)) or first >= end:
             return NOTHING
-        shorter = self.frontier(("span", first, end - 1), window) if end - first > 1 else NOTHING
-        kind = int(self.kinds[end - 1])
-        return extend(shorter, kind, 1, choices[kind])
+        # From the longest span with this start that is known; a loop, as spans may be longer than the stack is deep.
+        at = next((e for e in range(end - 1, first, -1) if (window, "span", first, e) in self._frontiers), first)
+        grown = self._frontiers[(window, "span", first, at)] if at > first else NOTHING
+        while at < end:
+            kind = int(self.kinds[at])
+            at += 1
+            grown = self._frontiers[(window, "span", first, at)] = extend(grown, kind, 1, choices[kind])
+        return grown
 
 
 def build_chain(

@@ -8,7 +8,10 @@ import math
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from autoplan.search.recompute import Choice, frontier
+from autoplan.search.chain import Chain
+from autoplan.search.recompute import Choice, Frontier, frontier
+from autoplan.search.space import open_space
+from tests.support.layer_graphs import Dense, cluster, problem
 
 choices = st.lists(
     st.tuples(st.integers(1, 20), st.integers(0, 20)).map(lambda p: (float(p[0]), float(p[1]))), min_size=0, max_size=2
@@ -49,3 +52,16 @@ def test_counts_are_the_choice_behind_the_least(kinds: list[tuple[tuple[Choice, 
             extra += policies.get(choice.policy, 0) * choice.extra_s
     assert saved >= deficit
     assert extra == found.least_extra_s(deficit)
+
+
+def test_spans_longer_than_the_stack_is_deep() -> None:
+    """600 layers of 20 kinds: too many kinds to group, and twice as many calls as Python nests."""
+    layers = [Dense(saved=float((8 + i % 20) * 2**20)) for i in range(600)]
+    chain = open_space(problem(layers, cluster(1), global_batch=1)).chain(1, 1)
+    window = chain.windows[-1]
+    whole = chain.frontier(("span", 0, 600), window)
+    assert whole.saved_bytes[-1] == sum(frontier_of.saved_bytes[-1] for frontier_of in single_layers(chain, window))
+
+
+def single_layers(chain: Chain, window: float) -> list[Frontier]:
+    return [chain.frontier(("span", first, first + 1), window) for first in range(chain.layers)]
