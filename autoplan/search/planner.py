@@ -20,7 +20,7 @@ from autoplan.search.space import open_space
 
 # Relative difference between the cost that was searched for and that of the final plan.
 MOST_APART = 1e-6
-_OVERLAP = "no communication is hidden behind compute: the runtime synchronises after the last backward"
+_OVERLAP = "communication is priced as if no compute hid it; gradients are synchronised beside the last backward"
 
 
 def search(problem: Problem, *, time_limit_s: float | None = None, solver: SolverName | str | None = "auto") -> Plan:
