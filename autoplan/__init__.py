@@ -70,3 +70,7 @@ def __getattr__(name: str) -> Any:
 
         return getattr(autoplan.runtime, name)
     raise AttributeError(f"module 'autoplan' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

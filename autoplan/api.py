@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import logging
 import os
 import time
 from collections.abc import Callable, Mapping
@@ -26,6 +27,8 @@ if TYPE_CHECKING:
     from autoplan.layers.types import LayerKind
     from autoplan.runtime import Program
     from autoplan.search import Problem
+
+_LOG = logging.getLogger(__name__)
 
 Gpus = int | str | Path | Cluster | None
 
@@ -55,6 +58,8 @@ def plan(
     name, a Hugging Face ``config.json`` or ``file.py:factory``. ``gpus``: a count of local GPUs, ``"8xA100-80GB"``,
     ``"2x8xH100"``, a cluster file or a :class:`Cluster`. ``example_inputs``: a tuple, a dict of keywords or one tensor,
     whose dimension 0 is the global batch unless ``global_batch`` says otherwise; a Hugging Face model needs none.
+    ``loss_fn(output)`` or ``loss_fn(output, *targets)`` makes the loss of a model that returns none: its targets are
+    the last elements of the tuple, or the dict's keys that its parameters name and ``forward`` does not take.
     ``strategy`` forces some keys (data, tensor, pipeline, zero_stage, micro_batch_size, schedule, ...); the rest is
     planned. Raises :class:`InfeasibleError` where nothing fits, other :class:`AutoplanError` for bad input.
     """
@@ -121,7 +126,7 @@ def compile(
             f"compile needs a module and was given the text {model!r}",
             attempt="build the model and pass it; `autoplan.plan` takes a name",
         )
-    device = device or os.environ.get("AUTOPLAN_DEVICE") or _local_device()
+    device = _checked_device(device or os.environ.get("AUTOPLAN_DEVICE") or _local_device())
     world = ensure_process_group(device)
     cluster = _cluster(gpus if gpus is not None else (world if world > 1 else None), device)
     if world not in (1, cluster.gpus):
@@ -140,6 +145,8 @@ def compile(
     if plan is None:
         plan = _on_first_rank(world, lambda: _search_executable(traced, cluster, _Wish(strategy, optimizer)))
     _check_made_for(plan, traced, cluster)
+    if plan.gpus_used < plan.gpus:
+        _LOG.warning("autoplan: %s", plan.case)
     return Program(traced.capture, plan, layers=traced.layers, cluster=cluster, device=device)
 
 
@@ -149,6 +156,16 @@ class _Wish:
 
     strategy: Mapping[str, Any] | None
     optimizer: str
+
+    def forced(self) -> dict[str, Any]:
+        """The forced keys; raises :class:`StrategyError` for what is no mapping."""
+        if self.strategy is None or isinstance(self.strategy, Mapping):
+            return dict(self.strategy or {})
+        raise StrategyError(
+            f"strategy is a {type(self.strategy).__name__}, {self.strategy!r}",
+            where="strategy=",
+            legal='a dict of strategy keys, such as {"tensor": 2, "pipeline": 2}',
+        )
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -243,6 +260,7 @@ def _problem(traced: _Traced, cluster: Cluster, wish: _Wish) -> Problem:
     from autoplan.search import Problem
     from autoplan.sharding import shard_model
 
+    _check_precision(traced.precision, cluster)
     captured = traced.capture
 
     @functools.cache
@@ -257,11 +275,33 @@ def _problem(traced: _Traced, cluster: Cluster, wish: _Wish) -> Problem:
         global_batch=traced.global_batch,
         precision=traced.precision,
         optimizer=wish.optimizer,
-        forced=dict(wish.strategy or {}),
+        forced=wish.forced(),
         batch_coupling="; ".join(f"{c.operator} at {c.where}: {c.reason}" for c in captured.couplings),
         fixed_micro_batch=None if captured.dynamic_batch else captured.batch_size,
         assumptions=(*cluster.assumptions, *traced.assumptions),
     )
+
+
+def _check_precision(precision: str, cluster: Cluster) -> None:
+    """Eight and four bit products need units that the device has: nothing emulates them at a useful rate."""
+    needed = {"fp8": "fp8", "mxfp8": "fp8", "nvfp4": "fp4"}.get(precision)
+    if needed is None or needed in cluster.device.peak_flops:
+        return
+    raise StrategyError(
+        f"precision {precision} was asked for and the {cluster.device.name} has no {needed} units",
+        legal=", ".join(name for name in ("bf16", "fp16", "fp32") if name in cluster.device.peak_flops),
+        attempt="--precision bf16, or GPUs that have them (H100 and later)",
+    )
+
+
+def _checked_device(device: str) -> str:
+    if str(device).split(":")[0] not in ("cpu", "cuda", "none"):
+        raise StrategyError(
+            f"device {device!r} is none that programs run on",
+            where="device=",
+            legal='"cuda" for GPUs, "cpu" for gloo processes in tests and demonstrations',
+        )
+    return str(device)
 
 
 def _local_device() -> str:

@@ -52,6 +52,7 @@ class Program:
         self._part: RankPart | None = None
         self._bound_to = 0
         self._steps = 0
+        self._nothing = nn.Parameter(torch.empty(0))
 
     @property
     def plan(self) -> Plan:
@@ -80,8 +81,13 @@ class Program:
         yield from sync.parameters.items() if sync is not None else ()
 
     def parameters(self) -> Iterator[nn.Parameter]:
-        """This rank's parameters, for an optimizer; none on a rank that the plan does not use."""
-        yield from (parameter for _, parameter in self.named_parameters())
+        """This rank's parameters, for an optimizer.
+
+        A rank that holds none (the plan may use fewer GPUs than there are) gives one of no elements, because torch's
+        optimizers refuse an empty list: the training loop is the same on every rank.
+        """
+        own = [parameter for _, parameter in self.named_parameters()]
+        yield from own or [self._nothing]
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop this rank's gradients, or fill them with zeros."""
