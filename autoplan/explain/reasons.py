@@ -46,19 +46,16 @@ def alternatives(plan: Plan) -> list[str]:
         return []
     lines = [heading("Why not less, and why not more")]
     for other in plan.alternatives:
-        lines.append(f"  {other.family:<25} {_outcome(other):>16}  {_name(other)}")
-        lines += paragraph(other.why_not, indent=" " * 6)
+        name = other.strategy.describe()
+        beside = name if name != other.family and len(name) <= 35 else ""
+        lines.append(f"  {other.family:<25} {_outcome(other):>16}  {beside}".rstrip())
+        named = other.why_not if beside or name == other.family else f"{name}: {other.why_not}"
+        lines += paragraph(named, indent=" " * 6)
     return lines
 
 
 def _outcome(other: Alternative) -> str:
     return f"{size(other.short_by_bytes)} short" if other.step_time_s is None else seconds(other.step_time_s)
-
-
-def _name(other: Alternative) -> str:
-    """The strategy's name where it says more than the family's, in what is left of 80 columns."""
-    name = other.strategy.describe()
-    return name if name != other.family and len(name) <= 35 else ""
 
 
 def proof(plan: Plan) -> list[str]:

@@ -40,11 +40,12 @@ LEAVE_S = 5.0  # between asking a process to leave and killing it
 _TIMEOUT_VARIABLE = "AUTOPLAN_TIMEOUT_S"
 
 
-def how_to_launch(gpus: int) -> str:
-    """The ways to start ``gpus`` ranks, in words."""
+def how_to_launch(gpus: int, device: str) -> str:
+    """The ways to start ``gpus`` ranks on ``device``, in words."""
+    kind = device.split(":")[0]
     return (
-        f"torchrun --nproc-per-node {gpus} script.py; or `autoplan run script.py --gpus {gpus}`; or, from a script or "
-        f"a notebook, autoplan.launch(train, gpus={gpus})"
+        f"torchrun --nproc-per-node {gpus} script.py; or `autoplan run script.py --gpus {gpus} --device {kind}`; or, "
+        f'from a script or a notebook, autoplan.launch(train, gpus={gpus}, device="{kind}")'
     )
 
 

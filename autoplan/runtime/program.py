@@ -169,13 +169,13 @@ class Program:
                 f"this program runs on {used} ranks, and this process is no rank of {used}",
                 where="program.step",
                 legal=f"{self._plan.gpus} processes, one a GPU",
-                attempt=how_to_launch(self._plan.gpus),
+                attempt=how_to_launch(self._plan.gpus, self._device),
             )
         if world not in (1, self._plan.gpus):
             raise StrategyError(
                 f"the plan is for {self._plan.gpus} GPUs and {world} processes are running",
                 legal=f"{self._plan.gpus} processes, one a GPU",
-                attempt=f"{how_to_launch(self._plan.gpus)}; or plan for {world} GPUs",
+                attempt=f"{how_to_launch(self._plan.gpus, self._device)}; or plan for {world} GPUs",
             )
         return RankPart(self._capture, self._plan, self._builder, _local_device(self._device))
 
