@@ -70,8 +70,8 @@ def test_a_step_without_ranks_says_how_to_launch() -> None:
         program.step(batch)
     for way in (
         "torchrun --nproc-per-node 4 script.py",
-        "autoplan run script.py --gpus 4",
-        "autoplan.launch(train, gpus=4)",
+        "autoplan run script.py --gpus 4 --device cpu",
+        'autoplan.launch(train, gpus=4, device="cpu")',
     ):
         assert way in str(caught.value)
 
