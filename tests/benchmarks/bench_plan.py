@@ -1,7 +1,7 @@
 """Time and memory of whole ``autoplan plan`` commands, as a user waits for them.
 
-Run: ``python tests/benchmarks/bench_plan.py [repeats]``. Prints a line a command: the median of wall and processor seconds
-and the largest resident memory of the process. Asserts no clock.
+Run: ``python tests/benchmarks/bench_plan.py [repeats]``. Prints a line a command: medians of wall seconds, processor
+seconds and the process's largest resident memory. Asserts no clock.
 """
 
 from __future__ import annotations
