@@ -32,10 +32,6 @@ _LOG = logging.getLogger(__name__)
 
 Gpus = int | str | Path | Cluster | None
 
-# What the runtime executes today; the planner can price more.
-EXECUTABLE_ZERO_STAGES = (0, 1, 2, 3)
-EXECUTABLE_RECOMPUTE = ("none", "selective", "full")
-
 SAMPLES_A_GPU = 8  # the global batch where the user names none: 8 samples a GPU, said in the plan's assumptions
 
 
@@ -120,6 +116,7 @@ def compile(
     parameters have: convert the model first.
     """
     from autoplan.runtime import Program, ensure_process_group
+    from autoplan.search import search
 
     if isinstance(model, str):
         raise ModelError(
@@ -143,7 +140,8 @@ def compile(
             attempt="convert the model first, e.g. model.to(torch.bfloat16)",
         )
     if plan is None:
-        plan = _on_first_rank(world, lambda: _search_executable(traced, cluster, _Wish(strategy, optimizer)))
+        wish = _Wish(strategy, optimizer)
+        plan = _on_first_rank(world, lambda: _timed(search, _problem(traced, cluster, wish), traced))
     _check_made_for(plan, traced, cluster)
     if plan.gpus_used < plan.gpus:
         _LOG.warning("autoplan: %s", plan.case)
@@ -238,15 +236,6 @@ def _answer(verb: str, model: _Model, gpus: Gpus, device: str | None, wish: _Wis
     traced = model.trace(cluster)
     decide = {"search": autoplan.search.search, "predict": autoplan.search.predict}[verb]
     return _timed(decide, _problem(traced, cluster, wish), traced)
-
-
-def _search_executable(traced: _Traced, cluster: Cluster, wish: _Wish) -> Plan:
-    from autoplan.search import search
-
-    problem = dataclasses.replace(
-        _problem(traced, cluster, wish), zero_stages=EXECUTABLE_ZERO_STAGES, recompute_policies=EXECUTABLE_RECOMPUTE
-    )
-    return _timed(search, problem, traced)
 
 
 def _timed(decide: Callable[[Problem], Plan], problem: Problem, traced: _Traced) -> Plan:

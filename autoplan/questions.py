@@ -13,6 +13,8 @@ from autoplan.api import SAMPLES_A_GPU, Gpus, _cluster, _Model, _problem, _Wish
 if TYPE_CHECKING:
     from torch import nn
 
+    from autoplan.cluster import Cluster
+    from autoplan.search import Problem
     from autoplan.search.questions import Contender, Fewest, Fit
 
 
@@ -35,9 +37,8 @@ def fit(
     """
     from autoplan.search.questions import fit as answer
 
-    cluster = _cluster(gpus, device)
-    traced = _Model(model, example_inputs, loss_fn, global_batch, seq, precision).trace(cluster)
-    return answer(_problem(traced, cluster, _Wish(strategy, optimizer)))
+    asked = _Model(model, example_inputs, loss_fn, global_batch, seq, precision)
+    return answer(_problem_of(asked, _cluster(gpus, device), _Wish(strategy, optimizer)))
 
 
 def min_gpus(
@@ -61,9 +62,9 @@ def min_gpus(
     """
     from autoplan.search.questions import min_gpus as answer
 
+    asked = _Model(model, example_inputs, loss_fn, global_batch, seq, precision)
     cluster = _cluster(f"1x{gpu}" if gpu is not None else gpus, device)
-    traced = _Model(model, example_inputs, loss_fn, global_batch, seq, precision).trace(cluster)
-    problem = _problem(traced, cluster, _Wish(strategy, optimizer))
+    problem = _problem_of(asked, cluster, _Wish(strategy, optimizer))
     chosen = global_batch is not None or example_inputs is not None
     return answer(problem, batch_of=None if chosen else lambda count: SAMPLES_A_GPU * count)
 
@@ -84,6 +85,9 @@ def compare(
     """The best plan of every family of parallelism side by side; the chosen plan's is marked."""
     from autoplan.search.questions import compare as answer
 
-    cluster = _cluster(gpus, device)
-    traced = _Model(model, example_inputs, loss_fn, global_batch, seq, precision).trace(cluster)
-    return answer(_problem(traced, cluster, _Wish(strategy, optimizer)))
+    asked = _Model(model, example_inputs, loss_fn, global_batch, seq, precision)
+    return answer(_problem_of(asked, _cluster(gpus, device), _Wish(strategy, optimizer)))
+
+
+def _problem_of(model: _Model, cluster: Cluster, wish: _Wish) -> Problem:
+    return _problem(model.trace(cluster), cluster, wish)

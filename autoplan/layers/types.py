@@ -7,7 +7,7 @@ those of the trace, so bytes are exact. Nothing here imports torch.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Literal
 
@@ -191,8 +191,7 @@ class LayerGraph:
     def trainable_parameters(self) -> int:
         return self._count(lambda p: p.trainable)
 
-    def _count(self, wanted: object) -> int:
-        assert callable(wanted)
+    def _count(self, wanted: Callable[[Parameter], bool]) -> int:
         seen: set[str] = set()
         total = 0
         for layer in self.layers:
