@@ -8,7 +8,7 @@ from typing import Any
 
 from autoplan.cluster import Cluster
 from autoplan.errors import StrategyError
-from autoplan.layers.types import LayerGraph, LayerKind
+from autoplan.layers.types import Edge, LayerGraph, LayerKind
 from autoplan.schedules import SCHEDULES
 
 RECOMPUTE_POLICIES = ("none", "selective", "full")
@@ -26,6 +26,10 @@ class Problem:
     ``zero_stages`` and ``recompute_policies``: what may be chosen (a runtime executes fewer than can be priced).
     ``max_tensor``: the highest tensor degree tried unless forced; None means the GPUs of one node. ``max_gpus``: the
     most GPUs to use. ``memory_headroom``: the share of every GPU's memory to keep free.
+
+    ``sequence_kinds(degree)``: like ``tensor_kinds`` under sequence parallelism, where layers hand each other shares of
+    the sequence; it raises :class:`StrategyError` where no share can be made, and says why. ``sequence_edges(degree)``:
+    ``layers.edges`` then, with the bytes that one rank sends. None where sequence parallelism is not offered.
     """
 
     layers: LayerGraph
@@ -44,6 +48,8 @@ class Problem:
     assumptions: tuple[str, ...] = ()
     max_gpus: int | None = None
     memory_headroom: float = 0.0
+    sequence_kinds: Callable[[int], tuple[LayerKind, ...]] | None = None
+    sequence_edges: Callable[[int], tuple[Edge, ...]] | None = None
 
     @property
     def usable_bytes(self) -> float:
