@@ -79,12 +79,16 @@ def definition_line(function: Callable[..., Any]) -> str:
 
 def node_line(node: torch.fx.Node) -> str:
     """The user's line that made a node of the graph."""
-    frames = [
+    frame = node_frame(node)
+    return describe(frame) if frame else f"operator {node.target}"
+
+
+def node_frame(node: torch.fx.Node) -> traceback.FrameSummary | None:
+    """Where the user's line that made a node of the graph stands; None where the trace does not say."""
+    return user_frame(
         traceback.FrameSummary(file, int(number), name, lookup_line=False)
         for file, number, name in _parse_stack(node.meta.get("stack_trace") or "")
-    ]
-    frame = user_frame(frames)
-    return describe(frame) if frame else f"operator {node.target}"
+    )
 
 
 def _parse_stack(text: str) -> list[tuple[str, str, str]]:
