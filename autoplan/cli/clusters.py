@@ -35,7 +35,10 @@ def clusters(json: options.Json = False) -> None:
             f"{machine.intra.bytes_per_s / 1e9:g}",
         )
     console.result(listed)
-    console.note("SPEC: 8xH100, 2x8xA100-80GB (nodes x GPUs a node), a number (this machine's kind), or a cluster file")
+    console.note(
+        "SPEC: 8xH100, 2x8xA100-80GB (nodes x GPUs a node), 8xH100+8xA100 (kinds side by side), a number "
+        "(this machine's kind), or a cluster file"
+    )
 
 
 def _row(machine: Cluster) -> dict[str, object]:

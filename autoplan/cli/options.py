@@ -13,7 +13,9 @@ from autoplan.errors import AutoplanError, StrategyError
 Model = Annotated[
     str, typer.Argument(metavar="MODEL", help="A preset, a Hugging Face config.json, or file.py:factory.")
 ]
-Gpus = Annotated[str, typer.Option("--gpus", metavar="SPEC", help="8, 8xH100, 2x8xA100-80GB, or a cluster file.")]
+Gpus = Annotated[
+    str, typer.Option("--gpus", metavar="SPEC", help="8, 8xH100, 2x8xA100-80GB, 8xH100+8xA100, or a cluster file.")
+]
 GlobalBatch = Annotated[
     int | None, typer.Option("--global-batch", metavar="N", help="Samples in one step, over all GPUs.")
 ]
