@@ -22,11 +22,11 @@ from autoplan.passes.shard_tensors import shard_tensors
 from autoplan.passes.split_stages import StageGraph, split_stages
 from autoplan.passes.weight_loss import weight_loss
 from autoplan.plan import Plan, Strategy
-from autoplan.schedules import SCHEDULES
 from autoplan.sharding import Placement, Shard, Sharding, shard_model, take_shard
 
 ZERO_STAGES = (0, 1, 2, 3)
 POLICIES = ("none", "selective", "full")
+SCHEDULES = ("gpipe", "1f1b")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
