@@ -40,6 +40,8 @@ _MAY_RETURN_INPUT = {aten.dropout.default, aten.feature_dropout.default, aten.al
 # Functions of ours whose result is never their input's memory.
 _NEW_MEMORY = {
     operators.reduce_from_axis,
+    operators.gather_for_axis,
+    operators.scatter_sum_to_axis,
     operators.vocabulary_embedding,
     operators.vocabulary_cross_entropy,
     operators.gather_slices,

@@ -40,7 +40,9 @@ _CONVERSIONS = (
     operators.copy_to_axis,
     operators.reduce_from_axis,
     operators.gather_from_axis,
+    operators.gather_for_axis,
     operators.scatter_to_axis,
+    operators.scatter_sum_to_axis,
     operators.slice_for_axis,
 )
 
@@ -94,7 +96,9 @@ class _Linter:
             return Shard(1)
         if "autoplan_core" in node.meta:
             return self._place_core(node)
-        if node.name in self.by_name and "autoplan_late" not in node.meta:
+        if "autoplan_late" in node.meta:
+            return self._place_late(node)
+        if node.name in self.by_name:
             return self._place_operator(node, self.facts.operation(self.by_name[node.name]))
         return self._place_inserted(node)
 
@@ -111,6 +115,10 @@ class _Linter:
                 return REPLICATE
             case operators.gather_from_axis if state == layout:
                 return REPLICATE
+            case operators.gather_for_axis if state == layout:
+                return COPIED
+            case operators.scatter_sum_to_axis if isinstance(state, Partial) and layout is not None:
+                return layout
             case operators.scatter_to_axis if isinstance(state, Replicate) and layout is not None:
                 return layout
             case operators.slice_for_axis if self._is_copied(node) and layout is not None:
@@ -135,6 +143,10 @@ class _Linter:
             raise self._objection(node, "the operands of the original")
         found = tuple(self._before_heads(operation, slot, child) for slot, child in enumerate(operands))
         expanded = any(child.target is operators.expand_heads_to_axis for child in operands)
+        if expanded:
+            keys = {*operation.slots["key"], *operation.slots["value"]}
+            if any((child.target is operators.expand_heads_to_axis) != (s in keys) for s, child in enumerate(operands)):
+                raise self._objection(node, "the heads of its queries, of keys and of values")
         form = "expand_heads" if expanded else _FORM_OF.get(node.target, "plain")
         for option in self._options(node, operation, found):
             if self._agrees(operation, option.inputs, found) and self._form_fits(option, form, node, operation):
@@ -194,6 +206,19 @@ class _Linter:
                 if tuple(option.inputs[slot] for slot in slots) == found:
                     return PARTIAL
         raise self._objection(node, "one of its options")
+
+    def _place_late(self, node: Node) -> Placement:
+        """The bias added to the sum over ranks: whole to whole, or to a share that every rank has part of its gradient
+        from."""
+        total, bias = self._state(node, 0), self._state(node, 1)
+        if not isinstance(total, Shard):
+            return self._place_inserted(node)
+        operation = self.facts.operation(self.by_name[node.name])
+        along_bias = total.dim == len(operation.shape) - 1
+        summed = isinstance(bias, Copied) or (isinstance(bias, Replicate) and not self.gradient[_operands(node)[1]])
+        if along_bias or not summed:
+            raise self._objection(node, f"a bias whose gradient is summed, beside {total}")
+        return total
 
     def _late_options(
         self, rule: Rule, operation: Operation, slots: list[int], found: tuple[Placement, ...]

@@ -6,19 +6,23 @@ backward, which may run on another thread.
 
 The first two are Megatron's f and g (Shoeybi et al. 2019, section 3):
 
-==================  ==========================  ==========================
-function            forward                     backward
-==================  ==========================  ==========================
-copy_to_axis        identity                    all-reduce
-reduce_from_axis    all-reduce                  identity
-gather_from_axis    all-gather along ``dim``    own slice (see below)
-scatter_to_axis     own slice along ``dim``     all-gather along ``dim``
-slice_for_axis      own slice along ``dim``     own slice's gradient, zero elsewhere
-==================  ==========================  ==========================
+===================  ============================  ============================
+function             forward                       backward
+===================  ============================  ============================
+copy_to_axis         identity                      all-reduce
+reduce_from_axis     all-reduce                    identity
+gather_from_axis     all-gather along ``dim``      own slice (see below)
+gather_for_axis      all-gather along ``dim``      reduce-scatter along ``dim``
+scatter_to_axis      own slice along ``dim``       all-gather along ``dim``
+scatter_sum_to_axis  reduce-scatter along ``dim``  all-gather along ``dim``
+slice_for_axis       own slice along ``dim``       own slice's gradient, zero elsewhere
+===================  ============================  ============================
 
-``gather_from_axis``'s gradient is alike on all ranks when what follows is replicated, so its backward keeps the own
-slice. ``parts`` and ``block`` are those of :class:`autoplan.sharding.Shard`: a dimension made of several runs, each of
-which is sliced by itself. Every function returns a tensor of its own, contiguous where it came from a collective.
+``gather_for_axis`` and ``scatter_sum_to_axis`` are what sequence parallelism puts in place of f and g (Korthikanti et
+al. 2022, section 4.2.2). ``gather_from_axis``'s gradient is alike on all ranks when what follows is replicated, so its
+backward keeps the own slice; ``gather_for_axis``'s is a summand. ``parts`` and ``block`` are those of
+:class:`autoplan.sharding.Shard`: a dimension made of several runs, each of which is sliced by itself. Every function
+returns a tensor of its own, contiguous where it came from a collective.
 """
 
 from __future__ import annotations
@@ -46,6 +50,8 @@ class Communicator(Protocol):
     def all_reduce(self, tensor: Tensor, axis: str, operation: str = "sum") -> None: ...
 
     def all_gather(self, tensor: Tensor, axis: str) -> list[Tensor]: ...
+
+    def reduce_scatter(self, parts: list[Tensor], axis: str) -> Tensor: ...
 
 
 _CURRENT: ContextVar[Communicator] = ContextVar("autoplan_communicator")
@@ -200,9 +206,42 @@ class _ScatterToAxis(torch.autograd.Function):
         )
 
 
+class _GatherForAxis(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, axis: str, dim: int, parts: Sequence[int], block: int) -> Tensor:
+        ctx.communicator, ctx.axis, ctx.layout = _CURRENT.get(), axis, (dim, parts, block)
+        return _join(ctx.communicator.all_gather(x.detach().contiguous(), axis), dim, parts, block)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        return _scatter_sum(gradient, ctx.communicator, ctx.axis, *ctx.layout), None, None, None, None
+
+
+class _ScatterSumToAxis(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, axis: str, dim: int, parts: Sequence[int], block: int) -> Tensor:
+        ctx.communicator, ctx.axis, ctx.layout = _CURRENT.get(), axis, (dim, parts, block)
+        return _scatter_sum(x.detach(), ctx.communicator, axis, dim, parts, block)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        gathered = ctx.communicator.all_gather(gradient.contiguous(), ctx.axis)
+        return _join(gathered, *ctx.layout), None, None, None, None
+
+
 def gather_from_axis(x: Tensor, axis: str, dim: int, parts: Sequence[int] = (), block: int = 0) -> Tensor:
     """The whole of a sharded value, for replicated use: all-gather forward, own slice backward."""
     return _GatherFromAxis.apply(x, axis, dim, tuple(parts), block)
+
+
+def gather_for_axis(x: Tensor, axis: str, dim: int, parts: Sequence[int] = (), block: int = 0) -> Tensor:
+    """The whole of a sharded value, for split operators: all-gather forward, reduce-scatter backward."""
+    return _GatherForAxis.apply(x, axis, dim, tuple(parts), block)
+
+
+def scatter_sum_to_axis(x: Tensor, axis: str, dim: int, parts: Sequence[int] = (), block: int = 0) -> Tensor:
+    """This rank's slice of the sum of partial values: reduce-scatter forward, all-gather backward."""
+    return _ScatterSumToAxis.apply(x, axis, dim, tuple(parts), block)
 
 
 def scatter_to_axis(x: Tensor, axis: str, dim: int, parts: Sequence[int] = (), block: int = 0) -> Tensor:
@@ -302,6 +341,14 @@ def _slice(x: Tensor, rank: int, ranks: int, dim: int, parts: Sequence[int], blo
     runs = x.split(_runs(x.shape[dim], parts, block), dim)
     slices = [run.narrow(dim, rank * (run.shape[dim] // ranks), run.shape[dim] // ranks) for run in runs]
     return slices[0].contiguous() if len(slices) == 1 else torch.cat(slices, dim)
+
+
+def _scatter_sum(
+    x: Tensor, communicator: Communicator, axis: str, dim: int, parts: Sequence[int], block: int
+) -> Tensor:
+    """This rank's slice of the sum over ranks."""
+    ranks = communicator.size(axis)
+    return communicator.reduce_scatter([_slice(x, rank, ranks, dim, parts, block) for rank in range(ranks)], axis)
 
 
 def _join(shards: list[Tensor], dim: int, parts: Sequence[int], block: int) -> Tensor:

@@ -6,7 +6,8 @@ passes put in since run whole). Guarantees:
 - Literals are local (view sizes, split sizes, slices), ``meta["val"]`` has local shapes, get_attr names are unchanged.
 - Collectives are explicit call_function nodes of :mod:`autoplan.passes.operators` on the axis "tensor"; every value
   is converted to a placement once a layer, so that q, k and v share one all-reduce in the backward.
-- Values that leave their layer are whole, so layers may go to any pipeline stage. ``origin`` names, for every node
+- Values that leave their layer are whole, or shares of the sequence (:attr:`Sharding.shares`), so layers may go to any
+  pipeline stage. ``origin`` names, for every node
   that the pass put in, the original node beside which it belongs.
 - The linter (:mod:`autoplan.passes.lint`) has followed every placement through the new graph.
 
@@ -42,7 +43,9 @@ _SUFFIX = {
     "copy_to_axis": "copied",
     "reduce_from_axis": "summed",
     "gather_from_axis": "gathered",
+    "gather_for_axis": "collected",
     "scatter_to_axis": "scattered",
+    "scatter_sum_to_axis": "summed_share",
     "slice_for_axis": "sliced",
 }
 
@@ -137,7 +140,7 @@ class _Writer:
         self.written[node] = write(self, node, operation, option, operands, rule)
         self.placed[node] = option.output
         if any(self.layers[reader] != self.layers[node] for reader in node.users):
-            self._value(node, REPLICATE, node)
+            self._value(node, self._handed(node), node)
 
     def _option(self, node: Node, operation: Operation) -> Option:
         """The node's option; of nodes made by other passes, whole, or cross entropy as its logits are split."""
@@ -151,6 +154,10 @@ class _Writer:
                 return option
         return Option((REPLICATE,) * len(operation.operands), REPLICATE)
 
+    def _handed(self, node: Node) -> Placement:
+        """How layers hand each other the value."""
+        return self.sharding.shares.get(node.name, REPLICATE)
+
     # ------------------------------------------------------------------------------------------ conversions
 
     def _value(self, node: Node, target: Placement, reader: Node) -> Node:
@@ -158,8 +165,8 @@ class _Writer:
         source, value, layer = self.placed[node], self.written[node], self.layers[reader]
         differentiable = self.facts.differentiable[node]
         if node.op == "call_function" and self.layers[node] != layer and reader is not node:
-            value = self._value(node, REPLICATE, node)  # layers hand each other whole values
-            source = REPLICATE
+            source = self._handed(node)
+            value = self._value(node, source, node)
         for step in steps(source, target, differentiable=differentiable) or ():
             key = (node, step, layer)
             if key not in self.converted:
@@ -168,12 +175,7 @@ class _Writer:
         return value
 
     def _convert(self, node: Node, value: Node, step: Step, reader: Node) -> Node:
-        layout: tuple[Any, ...] = ()
-        sharded = step.source if isinstance(step.source, Shard) else step.target
-        if isinstance(sharded, Shard):
-            layout = (
-                (sharded.dim, list(sharded.parts), sharded.block) if sharded.parts or sharded.block else (sharded.dim,)
-            )
+        layout = _layout(step.source if isinstance(step.source, Shard) else step.target)
         function = getattr(operators, step.function)
         beside = reader if reader.op == "call_function" else node
         return self._insert(
@@ -212,10 +214,10 @@ class _Writer:
             args, kwargs = _override(node, args, kwargs, self._written_sizes(local, node))
         return self._named(node, node.target, args, kwargs, option.output)
 
-    def _add_after_reduce(
+    def _add_late(
         self, node: Node, operation: Operation, option: Option, operands: tuple[Node, ...], rule: Rule | None
     ) -> Node:
-        """The product without its bias, the sum over ranks, then the bias once."""
+        """The product without its bias, the sum over ranks or a share of it, then the bias once."""
         bias_slot = operation.slots["self" if operation.key == "addmm" else "bias"][0]
         factors = [operand for slot, operand in enumerate(operands) if slot != bias_slot]
         target: Any
@@ -227,8 +229,14 @@ class _Writer:
             target, args = node.target, (*full[:2], None, *full[3:])
         core = self._insert(target, args, like=node, name="summand", beside=node, placement=PARTIAL)
         core.meta["autoplan_core"] = node.name
+        (step,) = steps(PARTIAL, option.output, differentiable=operation.differentiable) or ()
         total = self._insert(
-            operators.reduce_from_axis, (core, AXIS), like=node, name="summed", beside=node, placement=REPLICATE
+            getattr(operators, step.function),
+            (core, AXIS, *_layout(option.output)),
+            like=node,
+            name=_SUFFIX[step.function],
+            beside=node,
+            placement=option.output,
         )
         bias = operands[bias_slot]
         if operation.key.startswith("conv"):
@@ -238,7 +246,7 @@ class _Writer:
                 aten.view.default, (bias, shape), like=bias_node, name="column", beside=node, placement=REPLICATE
             )
             bias.meta["val"] = bias_node.meta["val"].new_empty([operation.shape[1], *shape[1:]])
-        added = self._named(node, aten.add.Tensor, (total, bias), {}, REPLICATE)
+        added = self._named(node, aten.add.Tensor, (total, bias), {}, option.output)
         added.meta["autoplan_late"] = True
         return added
 
@@ -324,11 +332,19 @@ class _Writer:
 
 _FORMS: dict[str, Callable[..., Node]] = {
     "plain": _Writer._plain,
-    "add_after_reduce": _Writer._add_after_reduce,
+    "add_after_reduce": _Writer._add_late,
+    "add_after_scatter": _Writer._add_late,
     "expand_heads": _Writer._expand_heads,
     "vocabulary_embedding": _Writer._vocabulary_embedding,
     "vocabulary_cross_entropy": _Writer._vocabulary_cross_entropy,
 }
+
+
+def _layout(state: Placement) -> tuple[Any, ...]:
+    """The last arguments of a function that cuts or joins along ``state``; none of one that does not."""
+    if not isinstance(state, Shard):
+        return ()
+    return (state.dim, list(state.parts), state.block) if state.parts or state.block else (state.dim,)
 
 
 def _place_of(node: Node) -> dict[str, Any]:

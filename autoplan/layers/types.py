@@ -89,7 +89,8 @@ class Operator:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Parameter:
     """One parameter of a layer; ``elements`` on one rank. ``shared`` names the tied group, "" if none. ``expert``: of
-    an expert, which an expert axis gives to some ranks alone."""
+    an expert, which an expert axis gives to some ranks alone. ``summed``: under a tensor degree, ranks hold summands of
+    its gradient, which are summed once a step."""
 
     role: str
     elements: int
@@ -97,6 +98,7 @@ class Parameter:
     trainable: bool = True
     shared: str = ""
     expert: bool = False
+    summed: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

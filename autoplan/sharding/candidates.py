@@ -6,18 +6,21 @@ turn. So a packed qkv learns from the output projection behind attention that it
 
 The tensor axis splits what parameters span: features, heads, vocabulary. Samples and positions are for the data and
 context axes, so a placement that the batch's own dimensions reach (followed forward from the inputs) is left out.
+Under sequence parallelism positions are the tensor axis' too: the shares that layers hand each other are seeds as well,
+a parameter may be kept whole with a summand of its gradient on every rank (Copied), and a product whose sum over ranks
+becomes a share of the sequence adds its bias to that.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict, deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from torch.fx import Node
 
 from autoplan.sharding.operation import GraphFacts, Operation
-from autoplan.sharding.placements import COPIED, PARTIAL, REPLICATE, Partial, Placement, Shard
+from autoplan.sharding.placements import COPIED, PARTIAL, REPLICATE, Partial, Placement, Replicate, Shard
 from autoplan.sharding.registry import rule_of
 from autoplan.sharding.rules import RESULT, Option, absent
 
@@ -51,38 +54,64 @@ def _pattern(option: Option) -> tuple[object, ...]:
     return (option.form, *states)
 
 
-def candidates(facts: GraphFacts, nodes: Sequence[Node], marks: Marks) -> Candidates:
-    """All options of ``nodes`` (one layer, in graph order)."""
+def candidates(
+    facts: GraphFacts, nodes: Sequence[Node], marks: Marks, shares: Mapping[Node, Shard] | None = None
+) -> Candidates:
+    """All options of ``nodes`` (one layer, in graph order). ``shares``: what layers hand each other as shares of the
+    sequence, None without sequence parallelism."""
     search = _Search(facts, nodes, marks)
     if facts.degree == 1:
         return Candidates(
             {node: _whole(facts, node)[:1] for node in nodes}, dict.fromkeys(search.parameters, (REPLICATE,))
         )
-    search.run()
+    search.run(shares or {})
     partial: dict[Node, bool] = {}
     options: dict[Node, tuple[Option, ...]] = {}
     for node in nodes:
         found = [*_whole(facts, node), *search.options[node], *_summands(facts, node, partial)]
+        if shares is not None:
+            found += scattered_sums(facts.operation(node), found, search.states[node])
         partial[node] = any(isinstance(option.output, Partial) for option in found)
         options[node] = tuple(dict.fromkeys(found))
     stored: dict[Node, tuple[Placement, ...]] = {
-        node: (REPLICATE, *sorted(search.states[node], key=str)) for node in search.parameters
+        node: (*_unsplit(facts, node, shares is not None), *sorted(search.states[node], key=str))
+        for node in search.parameters
     }
     return Candidates(options, stored)
 
 
+def _unsplit(facts: GraphFacts, parameter: Node, sequence: bool) -> tuple[Placement, ...]:
+    return (REPLICATE, COPIED) if sequence and facts.differentiable[parameter] else (REPLICATE,)
+
+
+def scattered_sums(operation: Operation, known: Iterable[Option], states: Iterable[Shard]) -> Iterator[Option]:
+    """For each option of a product that adds its bias after the sum over ranks: the sum as a share of one of
+    ``states``, and the bias added to that."""
+    if operation.key not in ("linear", "addmm"):
+        return
+    late = [option for option in known if option.form == "add_after_reduce"]
+    shares = [state for state in states if state.dim < len(operation.shape) - 1]
+    for option in late:
+        inputs = tuple(
+            absent(operation, slot) if isinstance(state, Replicate) else state
+            for slot, state in enumerate(option.inputs)
+        )
+        for share in shares:
+            yield Option(inputs, share, "add_after_scatter", option.gemm)
+
+
 def batch_marks(
-    facts: GraphFacts, layers: Iterable[Sequence[Node]], twins: Sequence[int]
+    facts: GraphFacts, layers: Iterable[Sequence[Node]], twins: Sequence[int], *, positions: bool = True
 ) -> dict[Node, frozenset[Shard]]:
     """Placements that split the batch's own dimensions, for every value.
 
-    ``twins[i]`` is the first layer of layer i's kind, whose marks it shares.
+    ``twins[i]`` is the first layer of layer i's kind, whose marks it shares. Without ``positions`` only the samples'.
     """
     marks: dict[Node, frozenset[Shard]] = {}
     for node in facts.graph.nodes:
         if node.op == "placeholder":
             shapes = facts.shapes[node]
-            dims = range(len(shapes[0])) if shapes else range(0)
+            dims = range(len(shapes[0]) if positions else min(1, len(shapes[0]))) if shapes else range(0)
             marks[node] = frozenset(Shard(dim) for dim in dims if Shard(dim).divides(shapes[0][dim], facts.degree))
     ordered = [tuple(layer) for layer in layers]
     for index, layer in enumerate(ordered):
@@ -124,7 +153,12 @@ class _Search:
         self.parameters = [node for node in read if facts.parameter(node) is not None]
         self.queue: deque[tuple[Node, Shard]] = deque()
 
-    def run(self) -> None:
+    def run(self, shares: Mapping[Node, Shard]) -> None:
+        read = {operand for node in self.nodes for operand in node.all_input_nodes}
+        for value, state in shares.items():
+            if value in self.inside or value in read:
+                self.states[value].add(state)
+                self.queue.append((value, state))
         for parameter in self.parameters:
             shape = self.facts.shapes[parameter][0]
             if len(shape) > 1:

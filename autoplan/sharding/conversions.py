@@ -7,8 +7,10 @@ R -> C            copy_to_axis           none            all-reduce
 R -> S            scatter_to_axis        none            all-gather
 C -> S            slice_for_axis         none            none
 S -> R            gather_from_axis       all-gather      none
+S -> C            gather_for_axis        all-gather      reduce-scatter
 P -> R            reduce_from_axis       all-reduce      none
-S -> C, S, P -> C, S: through R, as two steps
+P -> S            scatter_sum_to_axis    reduce-scatter  all-gather
+S -> S, P -> C: through R, as two steps
 ================  =====================  ==============  ==============
 
 A value without a gradient is as good Copied as Replicated. Nothing leads from C to R, nor to P: no such step is of use.
@@ -63,6 +65,11 @@ def _direct(source: Placement, target: Placement, differentiable: bool) -> Step 
             return Step("slice_for_axis", source, target)
         case Shard(), Replicate():
             return Step("gather_from_axis", source, REPLICATE, "all_gather")
+        case Shard(), Copied():
+            return Step("gather_for_axis", source, COPIED, "all_gather", "reduce_scatter")
+        case Partial(), Shard():
+            backward: CollectiveName | None = "all_gather" if differentiable else None
+            return Step("scatter_sum_to_axis", source, target, "reduce_scatter", backward)
         case Partial(), Replicate():
             return Step("reduce_from_axis", source, REPLICATE, "all_reduce")
     return None

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 from torch.fx import Node
 
 from autoplan.layers.types import Operator
 from autoplan.sharding.operation import GraphFacts, sample_bytes
+from autoplan.sharding.placements import REPLICATE, Placement, Shard
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerView:
-    """One layer in the graph: its nodes and operators in step, and the values that other layers read."""
+    """One layer in the graph: its nodes and operators in step, and the values that other layers read.
+
+    ``shares``: the values that layers hand each other as shares; all others whole.
+    """
 
     facts: GraphFacts
     nodes: tuple[Node, ...]
@@ -20,6 +25,11 @@ class LayerView:
     exported: frozenset[Node]
     batch_size: int
     dynamic: bool
+    shares: Mapping[Node, Shard] = field(default_factory=dict)
+
+    def handed(self, node: Node) -> Placement:
+        """How layers hand each other the value."""
+        return self.shares.get(node, REPLICATE)
 
     def bytes_of(self, node: Node) -> tuple[float, bool]:
         return sample_bytes(node, batch_size=self.batch_size, dynamic=self.dynamic)

@@ -10,7 +10,7 @@ from torch.fx import Node
 from autoplan.layers.types import Attention, Collective, Gemm, LayerKind, Operator, Parameter
 from autoplan.sharding.conversions import Step, steps
 from autoplan.sharding.layer_view import LayerView
-from autoplan.sharding.placements import REPLICATE, Placement, Shard
+from autoplan.sharding.placements import Copied, Placement, Shard
 from autoplan.sharding.rules import Option
 
 Chosen = Mapping[Node, Option]
@@ -24,9 +24,9 @@ def conversions(view: LayerView, chosen: Chosen, stored: Mapping[Node, Placement
         for operand, state in zip(view.facts.operation(node).operands, chosen[node].inputs, strict=True):
             wanted.append((operand.node, state, node))
         if node in view.exported:
-            wanted.append((node, REPLICATE, node))
+            wanted.append((node, view.handed(node), node))
     for value, target, reader in wanted:
-        source = chosen[value].output if value in chosen else stored.get(value, REPLICATE)
+        source = chosen[value].output if value in chosen else stored.get(value, view.handed(value))
         for step in steps(source, target, differentiable=view.facts.differentiable[value]) or ():
             found.setdefault((value, step), reader)
     return [(value, step, reader) for (value, step), reader in found.items()]
@@ -54,7 +54,40 @@ def local_kind(
                 collectives.append(
                     Collective(name=name, phase=phase, bytes_per_sample=size, batched=batched, operator=reader.name)  # type: ignore[arg-type]
                 )
-    return dataclasses.replace(kind, operators=operators, parameters=parameters, collectives=tuple(collectives))
+    return dataclasses.replace(
+        kind,
+        operators=_with_gathered(view, operators, converted),
+        parameters=parameters,
+        collectives=tuple(collectives),
+        input_bytes=kind.input_bytes * _handed_share(view),
+    )
+
+
+def _with_gathered(
+    view: LayerView, operators: tuple[Operator, ...], converted: Sequence[tuple[Node, Step, Node]]
+) -> tuple[Operator, ...]:
+    """``operators``; one that gathers another layer's share for its product keeps the whole of it."""
+    position = {node: index for index, node in enumerate(view.nodes)}
+    found = list(operators)
+    for value, step, reader in converted:
+        at = position[reader]
+        if value not in position and isinstance(step.source, Shard) and found[at].gemm is not None:
+            kept = found[at].saved_bytes + view.bytes_of(value)[0]
+            found[at] = dataclasses.replace(found[at], saved_bytes=kept)
+    return tuple(found)
+
+
+def _handed_share(view: LayerView) -> float:
+    """The part of what enters the layer that one rank is handed."""
+    inside = set(view.nodes)
+    entering = {
+        value: view.bytes_of(value)[0]
+        for node in view.nodes
+        for value in node.all_input_nodes
+        if value not in inside and value.op != "get_attr" and view.facts.differentiable[value]
+    }
+    local = sum(size / (view.facts.degree if value in view.shares else 1) for value, size in entering.items())
+    return local / sum(entering.values()) if local else 1.0
 
 
 def local_operator(view: LayerView, node: Node, operator: Operator, option: Option, *, whole: bool) -> Operator:
@@ -105,14 +138,16 @@ def _local_attention(attention: Attention | None, option: Option, view: LayerVie
 
 
 def _local_parameter(parameter: Parameter, placement: Placement, degree: int) -> Parameter:
+    if isinstance(placement, Copied):
+        return dataclasses.replace(parameter, summed=True)
     if not isinstance(placement, Shard):
         return parameter
     return dataclasses.replace(parameter, elements=parameter.elements // degree)
 
 
 def _internal(view: LayerView, chosen: Chosen) -> list[Collective]:
-    """All-reduces inside an operator's own form."""
-    found = []
+    """Collectives inside an operator's own form."""
+    found: list[Collective] = []
     for node in view.nodes:
         form = chosen[node].form
         if form == "add_after_reduce":
@@ -122,6 +157,12 @@ def _internal(view: LayerView, chosen: Chosen) -> list[Collective]:
                     name="all_reduce", phase="forward", bytes_per_sample=size, batched=batched, operator=node.name
                 )
             )
+        elif form == "add_after_scatter":
+            size, batched = view.bytes_of(node)
+            for name, phase in (("reduce_scatter", "forward"), ("all_gather", "backward")):
+                found.append(
+                    Collective(name=name, phase=phase, bytes_per_sample=size, batched=batched, operator=node.name)  # type: ignore[arg-type]
+                )
         elif form == "vocabulary_cross_entropy":
             logits = view.facts.operation(node).operands[0]
             size, batched = view.bytes_of(logits.node)

@@ -9,7 +9,8 @@ Objective, in microseconds of one sample:
 The memory term states what the tensor axis is for: a layer's parameters, all replicated, are worth
 :data:`MEMORY_WEIGHT` all-reduces of the widest value that enters or leaves the layer, in proportion to their elements.
 So matrices are split wherever that costs a few all-reduces, norms and biases never by gathering activations, at any
-size of model; saved activations likewise, at :data:`ACTIVATION_WEIGHT`. Whether splitting pays at all is the planner's
+size of model; saved activations likewise, at :data:`ACTIVATION_WEIGHT`, and under sequence parallelism, whose purpose
+they are, at :data:`MEMORY_WEIGHT`. Whether splitting pays at all is the planner's
 question, which compares degrees by predicted times.
 """
 
@@ -23,21 +24,26 @@ import numpy as np
 from torch import Tensor
 from torch.fx import Node
 
-from autoplan.layers.types import Operator
+from autoplan.layers.types import CollectiveName, Operator
 from autoplan.sharding.candidates import Candidates
 from autoplan.sharding.conversions import steps, without_gradient
 from autoplan.sharding.layer_view import LayerView
 from autoplan.sharding.local import local_operator
 from autoplan.sharding.model import PairwiseModel
 from autoplan.sharding.operation import GraphFacts
-from autoplan.sharding.placements import REPLICATE, Placement, Replicate, Shard
+from autoplan.sharding.placements import Copied, Placement, Shard
 from autoplan.sharding.pricing import Pricing
 from autoplan.sharding.rules import Option
 
 MEMORY_WEIGHT = 20.0
 ACTIVATION_WEIGHT = 1.0
 _MICROSECONDS = 1e6
-_INTERNAL = {"add_after_reduce": 1}  # forms that all-reduce their own result
+STEP_SHARE = 1e-3  # of a collective that is made once a step, in the price of one sample
+# Forms that communicate their own result.
+_INTERNAL: dict[str, tuple[CollectiveName, ...]] = {
+    "add_after_reduce": ("all_reduce",),
+    "add_after_scatter": ("reduce_scatter", "all_gather"),
+}
 
 
 @dataclass(slots=True)
@@ -56,7 +62,11 @@ def build_problem(view: LayerView, found: Candidates, pricing: Pricing, fixed: M
     problem = Problem(options=dict(found.options), stored=dict(found.stored))
     reference_us = _MICROSECONDS * pricing.collective_s("all_reduce", _widest_bytes(view, found))
     waste = MEMORY_WEIGHT * reference_us / (sum(_elements(view.facts, node) for node in found.stored) or 1)
-    kept = ACTIVATION_WEIGHT * reference_us / (sum(operator.saved_bytes for operator in view.operators) or 1)
+    kept = (
+        (MEMORY_WEIGHT if view.shares else ACTIVATION_WEIGHT)
+        * reference_us
+        / (sum(operator.saved_bytes for operator in view.operators) or 1)
+    )
     kept_us = {node: kept * operator.saved_bytes for node, operator in zip(view.nodes, view.operators, strict=True)}
     for node, operator in zip(view.nodes, view.operators, strict=True):
         costs = [
@@ -71,7 +81,11 @@ def build_problem(view: LayerView, found: Candidates, pricing: Pricing, fixed: M
     for node in found.stored:
         problem.stored[node] = (fixed[node],) if node in fixed else found.stored[node]
         elements = _elements(view.facts, node)
-        costs = [waste * elements if isinstance(state, Replicate) else 0.0 for state in problem.stored[node]]
+        costs = [
+            (0.0 if isinstance(state, Shard) else waste * elements)
+            + (_step_us(view, node, pricing) if isinstance(state, Copied) else 0.0)
+            for state in problem.stored[node]
+        ]
         problem.variable[node] = problem.model.variable(costs)
     _Edges(view, problem, pricing, kept_us).add()
     return problem
@@ -90,9 +104,9 @@ class _Edges:
                 readers[operand.node][node].append(slot)
         for value, by_reader in readers.items():
             self._value(value, by_reader)
-        for value in self.view.exported:  # read by another layer, whole
+        for value in self.view.exported:  # read by another layer
             if value in self.problem.variable and value not in readers:
-                self._unary(value, REPLICATE)
+                self._unary(value, self.view.handed(value))
 
     def _value(self, value: Node, by_reader: dict[Node, list[int]]) -> None:
         exported = value in self.view.exported
@@ -101,7 +115,7 @@ class _Edges:
             for reader, slots in by_reader.items()
         }
         if exported:
-            self._unary(value, REPLICATE)
+            self._unary(value, self.view.handed(value))
         if len(wanted) == 1 and not exported:
             ((reader, needs),) = wanted.items()
             table = [
@@ -112,7 +126,7 @@ class _Edges:
         targets = sorted({target for needs in wanted.values() for need in needs for target in need}, key=str)
         for target in targets:
             costs = [self._cost(value, source, target) for source in self._sources(value)]
-            if not any(costs) or (exported and target == REPLICATE):
+            if not any(costs) or (exported and target == self.view.handed(value)):
                 continue
             demand = self.problem.model.variable([0.0, 0.0])
             self.problem.followers.add(demand)
@@ -131,7 +145,7 @@ class _Edges:
         """The placement that each choice of the value's maker gives it."""
         if value in self.problem.options:
             return [option.output for option in self.problem.options[value]]
-        return list(self.problem.stored.get(value, (REPLICATE,)))
+        return list(self.problem.stored.get(value, (self.view.handed(value),)))
 
     def _cost(self, value: Node, source: Placement, target: Placement) -> float:
         stored = value in self.problem.stored
@@ -177,7 +191,12 @@ def _operator_s(view: LayerView, node: Node, operator: Operator, option: Option,
 
 def _internal_s(view: LayerView, node: Node, option: Option, pricing: Pricing) -> float:
     size, _ = view.bytes_of(node)
-    return _INTERNAL.get(option.form, 0) * pricing.collective_s("all_reduce", size)
+    return sum(pricing.collective_s(name, size) for name in _INTERNAL.get(option.form, ()))
+
+
+def _step_us(view: LayerView, parameter: Node, pricing: Pricing) -> float:
+    """The sum over ranks of a parameter's gradient, once a step."""
+    return STEP_SHARE * _MICROSECONDS * pricing.collective_s("all_reduce", view.bytes_of(parameter)[0])
 
 
 def _widest_bytes(view: LayerView, found: Candidates) -> float:

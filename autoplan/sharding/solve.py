@@ -1,16 +1,18 @@
 """Tensor parallelism of a model: one exact problem a kind of layer, the same answer for all its layers.
 
-Layers hand each other whole values (Replicate). A kind's candidates come from :mod:`.candidates`, its costs from
-:mod:`.problem`, the minimum from :mod:`.ilp`. Parameters that several layers share (a tied embedding and head) are
-stored alike everywhere: the placement with the least sum over the layers.
+Layers hand each other whole values (Replicate), or under sequence parallelism shares (:mod:`.sequence`). A kind's
+candidates come from :mod:`.candidates`, its costs from :mod:`.problem`, the minimum from :mod:`.ilp`. Parameters that
+several layers share (a tied embedding and head) are stored alike everywhere: the placement with the least sum over the
+layers.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections import defaultdict
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from torch.fx import Node
 
@@ -18,7 +20,7 @@ from autoplan.capture.errors import node_line
 from autoplan.capture.types import Capture
 from autoplan.cluster import Cluster
 from autoplan.errors import StrategyError
-from autoplan.layers.types import LayerGraph, LayerKind
+from autoplan.layers.types import Edge, LayerGraph, LayerKind
 from autoplan.sharding import ilp
 from autoplan.sharding.candidates import Candidates, Marks, alike, batch_marks, candidates
 from autoplan.sharding.heads import check_heads
@@ -26,11 +28,12 @@ from autoplan.sharding.layer_view import LayerView
 from autoplan.sharding.local import local_kind
 from autoplan.sharding.model import PairwiseModel
 from autoplan.sharding.operation import GraphFacts, module_path
-from autoplan.sharding.placements import REPLICATE, Placement
+from autoplan.sharding.placements import REPLICATE, Placement, Shard
 from autoplan.sharding.pricing import Pricing, price_on
 from autoplan.sharding.problem import Problem, build_problem
 from autoplan.sharding.registry import needs_no_rule, rule_of
 from autoplan.sharding.rules import Option
+from autoplan.sharding.sequence import handed_over
 
 Minimise = Callable[[PairwiseModel, set[int]], list[int]]
 
@@ -65,6 +68,7 @@ class Sharding:
     """A whole model under a tensor degree: what :mod:`autoplan.passes.shard_tensors` writes into the graph.
 
     ``options`` and ``layer_of`` by node name, ``parameters`` by the user's names (every name of a tied one).
+    ``shares``: by node name what layers hand each other as shares of the sequence; empty without sequence parallelism.
     """
 
     degree: int
@@ -72,6 +76,16 @@ class Sharding:
     options: dict[str, Option]
     layer_of: dict[str, int]
     parameters: dict[str, Placement]
+    shares: dict[str, Shard] = field(default_factory=dict)
+
+    def edges(self, whole: tuple[Edge, ...]) -> tuple[Edge, ...]:
+        """The edges between layers with the bytes that one rank sends, in step with ``whole``."""
+        return tuple(
+            dataclasses.replace(edge, bytes_per_sample=edge.bytes_per_sample / self.degree)
+            if edge.value in self.shares
+            else edge
+            for edge in whole
+        )
 
     @property
     def whole(self) -> tuple[Whole, ...]:
@@ -87,12 +101,13 @@ def shard_kind(
     degree: int,
     cluster: Cluster | None = None,
     pricing: Pricing | None = None,
+    sequence: bool = False,
 ) -> KindSharding:
     """The best split of one kind of layer over ``degree`` ranks; parameters shared with other kinds agree with them.
 
-    Raises StrategyError where ``degree`` does not divide its attention heads.
+    Raises StrategyError where ``degree`` does not divide its attention heads; see :func:`shard_model`.
     """
-    return _Solver(capture, layers, degree, _prices(cluster, degree, pricing)).kind(kind)
+    return _Solver(capture, layers, degree, _prices(cluster, degree, pricing), sequence=sequence).kind(kind)
 
 
 def shard_model(
@@ -103,12 +118,15 @@ def shard_model(
     cluster: Cluster | None = None,
     pricing: Pricing | None = None,
     like: Sharding | None = None,
+    sequence: bool = False,
 ) -> Sharding:
     """The best split of every kind of layer. Raises StrategyError where ``degree`` does not divide attention heads.
 
-    ``like``: the sharding of a larger model of the same kinds; what it splits is split here, as far as the sizes allow.
+    ``sequence``: layers hand each other shares of the sequence (sequence parallelism); raises StrategyError where they
+    hand over none that ``degree`` divides. ``like``: the sharding of a larger model of the same kinds; what it splits
+    is split here, as far as the sizes allow.
     """
-    solver = _Solver(capture, layers, degree, _prices(cluster, degree, pricing), like)
+    solver = _Solver(capture, layers, degree, _prices(cluster, degree, pricing), like, sequence=sequence)
     kinds = tuple(solver.kind(kind) for kind in range(len(layers.kinds)))
     options, layer_of = {}, {}
     for index, layer in enumerate(layers.layers):
@@ -116,7 +134,12 @@ def shard_model(
             options[name] = option
             layer_of[name] = index
     return Sharding(
-        degree=degree, kinds=kinds, options=options, layer_of=layer_of, parameters=solver.parameter_names(kinds)
+        degree=degree,
+        kinds=kinds,
+        options=options,
+        layer_of=layer_of,
+        parameters=solver.parameter_names(kinds),
+        shares={node.name: state for node, state in (solver.shares or {}).items()},
     )
 
 
@@ -138,6 +161,8 @@ class _Solver:
         degree: int,
         pricing: Pricing,
         like: Sharding | None = None,
+        *,
+        sequence: bool = False,
     ) -> None:
         if degree < 1:
             raise StrategyError(f"tensor degree {degree}", legal="a whole number of at least 1")
@@ -145,11 +170,12 @@ class _Solver:
         self.facts = GraphFacts(capture.graph_module, degree)
         self.by_name = {node.name: node for node in self.facts.graph.nodes}
         self.first = _first_of_kind(layers)
+        self.shares = self._shares() if sequence and degree > 1 else None
         self.views = [self._view(index) for index in self.first]
         for view in self.views:
             check_heads(self.facts, view.nodes)
         marks = self._marks()
-        self.found: list[Candidates] = [candidates(self.facts, view.nodes, marks) for view in self.views]
+        self.found: list[Candidates] = [candidates(self.facts, view.nodes, marks, self.shares) for view in self.views]
         if like is not None:
             self.found = [alike(found, like.kinds[index].options) for index, found in enumerate(self.found)]
         self.owners = self._owners()
@@ -200,11 +226,19 @@ class _Solver:
             exported=frozenset(exported),
             batch_size=self.capture.batch_size,
             dynamic=self.capture.dynamic_batch,
+            shares=self.shares or {},
         )
+
+    def _shares(self) -> dict[Node, Shard]:
+        """What layers hand each other as shares of the sequence: a matter of shapes, so alike in layers of a kind."""
+        layer_of = {self.by_name[name]: i for i, layer in enumerate(self.layers.layers) for name in layer.nodes}
+        exported = [node for node, i in layer_of.items() if any(layer_of.get(reader) != i for reader in node.users)]
+        return handed_over(self.capture, self.facts, exported)
 
     def _marks(self) -> Marks:
         layers = [[self.by_name[name] for name in layer.nodes] for layer in self.layers.layers]
-        return batch_marks(self.facts, layers, [self.first[layer.kind] for layer in self.layers.layers])
+        twins = [self.first[layer.kind] for layer in self.layers.layers]
+        return batch_marks(self.facts, layers, twins, positions=self.shares is None)
 
     def _solve(self, index: int, fixed: Mapping[Node, Placement]) -> tuple[Problem, list[int]]:
         problem = build_problem(self.views[index], self.found[index], self.pricing, fixed)

@@ -19,7 +19,9 @@ COLLECTIVES = {
     operators.copy_to_axis,
     operators.reduce_from_axis,
     operators.gather_from_axis,
+    operators.gather_for_axis,
     operators.scatter_to_axis,
+    operators.scatter_sum_to_axis,
     operators.slice_for_axis,
     operators.expand_heads_to_axis,
 }

@@ -22,7 +22,7 @@ from autoplan.cluster import Cluster
 from autoplan.layers import build_layers
 from autoplan.layers.types import LayerGraph
 from autoplan.passes.shard_tensors import ShardedGraph, shard_tensors
-from autoplan.sharding import Replicate, Sharding, assemble, shard_model, take_shard
+from autoplan.sharding import Copied, Replicate, Sharding, assemble, shard_model, take_shard
 from tests.support.threads import ThreadWorld
 
 Builder = Callable[[], tuple[nn.Module, dict[str, Tensor]]]
@@ -77,9 +77,11 @@ def widen(graph_module: GraphModule) -> None:
     graph_module.recompile()
 
 
-def shard(traced: Traced, degree: int, graph_module: GraphModule | None = None) -> tuple[Sharding, ShardedGraph]:
+def shard(
+    traced: Traced, degree: int, graph_module: GraphModule | None = None, *, sequence: bool = False
+) -> tuple[Sharding, ShardedGraph]:
     """The sharding and the rewritten graph: of the capture, or of what another pass made of it."""
-    sharding = shard_model(traced.capture, traced.layers, degree=degree, cluster=cluster())
+    sharding = shard_model(traced.capture, traced.layers, degree=degree, cluster=cluster(), sequence=sequence)
     return sharding, shard_tensors(graph_module or traced.capture.graph_module, sharding)
 
 
@@ -105,7 +107,8 @@ def run(traced: Traced, sharded: ShardedGraph, parts: Sequence[Sequence[Tensor]]
         if isinstance(placement, Replicate):
             assert all(torch.allclose(shard, shards[0], rtol=1e-12, atol=1e-14) for shard in shards), name
         if shards:
-            gradients[name] = assemble(shards, placement)
+            summands = isinstance(placement, Copied)  # which a program sums over the axis once a step
+            gradients[name] = torch.stack(shards).sum(0) if summands else assemble(shards, placement)
     return Ran([loss for loss, _, _ in results], gradients, results[0][2], Counter(world.counts[0]))
 
 

@@ -83,6 +83,10 @@ class ThreadCommunicator:
     def all_gather(self, tensor: Tensor, axis: str) -> list[Tensor]:
         return self._exchange("all_gather", tensor)
 
+    def reduce_scatter(self, parts: list[Tensor], axis: str) -> Tensor:
+        values = self._exchange("reduce_scatter", torch.stack(parts))
+        return torch.stack([value[self._rank] for value in values]).sum(0)
+
     def _exchange(self, name: str, tensor: Tensor) -> list[Tensor]:
         if not tensor.is_contiguous():
             raise AssertionError(f"{name} of a tensor that is not contiguous")
