@@ -94,8 +94,34 @@ def _machines(plan: Plan) -> Iterator[Problem]:
         )
     if cluster.memory_bytes <= 0:
         yield "cluster.memory_bytes", "0"
+    yield from _groups(plan)
     if plan.model.trainable_parameters > plan.model.parameters:
         yield "model.trainable_parameters", f"{plan.model.trainable_parameters}, of {plan.model.parameters} parameters"
+
+
+def _groups(plan: Plan) -> Iterator[Problem]:
+    groups = plan.cluster.groups
+    names = [group.name for group in groups]
+    if not groups:
+        named = next((index for index, stage in enumerate(plan.stages) if stage.device), None)
+        if named is not None:
+            yield f"stages.{named}.device", f"{plan.stages[named].device!r}, but the cluster has no groups"
+        return
+    if len(set(names)) < len(names):
+        yield "cluster.groups", "two of one name"
+    for index, stage in enumerate(plan.stages):
+        if not stage.device or set(stage.device.split(" + ")) - set(names):
+            yield f"stages.{index}.device", f"{stage.device!r} is not one of {', '.join(names)}"
+    for field, counted, total in (
+        ("nodes", sum(group.gpus for group in groups), plan.gpus),
+        ("gpus_used", sum(group.gpus_used for group in groups), plan.gpus_used),
+    ):
+        if counted != total:
+            yield f"cluster.groups.0.{field}", f"all groups have {counted} GPUs, and the plan {total}"
+    for index, group in enumerate(groups):
+        if group.gpus_used > group.gpus or group.memory_bytes > plan.cluster.memory_bytes:
+            field = "gpus_used" if group.gpus_used > group.gpus else "memory_bytes"
+            yield f"cluster.groups.{index}.{field}", f"{getattr(group, field)}, more than there is"
 
 
 def _layers(plan: Plan) -> Iterator[Problem]:
@@ -138,8 +164,8 @@ def _memory(plan: Plan) -> Iterator[Problem]:
         terms = sum(stage.memory_terms.values())
         if not _close(terms, stage.peak_memory_bytes, _SUM):
             yield f"stages.{index}.peak_memory_bytes", f"{stage.peak_memory_bytes}, but its terms sum to {terms}"
-        if stage.peak_memory_bytes > plan.cluster.memory_bytes * (1 + _SUM):
-            yield f"stages.{index}.peak_memory_bytes", f"more than the GPU's {plan.cluster.memory_bytes}"
+        if stage.peak_memory_bytes > (most := plan.cluster.memory_of(stage)) * (1 + _SUM):
+            yield f"stages.{index}.peak_memory_bytes", f"more than the GPU's {most}"
     peak = max(stage.peak_memory_bytes for stage in plan.stages)
     if not _close(peak, plan.predicted.peak_memory_bytes, _SUM):
         yield "predicted.peak_memory_bytes", f"{plan.predicted.peak_memory_bytes}, but the fullest stage's is {peak}"

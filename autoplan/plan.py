@@ -108,7 +108,8 @@ class Stage:
     ``recompute`` counts the layers under each policy (none, selective, full), ``layer_recompute`` names each layer's.
     ``memory_terms`` are bytes on the worst GPU of the stage and sum to ``peak_memory_bytes``. Times are for one
     micro-batch (``send_s``: of its activations to the next stage, or of their gradients back), but for
-    ``synchronise_s`` and ``optimizer_s``, which come once a step, after the last micro-batch.
+    ``synchronise_s`` and ``optimizer_s``, which come once a step, after the last micro-batch. ``device`` names the
+    cluster's group that runs the stage, "" where all GPUs are of one kind.
     """
 
     __pydantic_config__: ClassVar[ConfigDict] = _STRICT
@@ -125,6 +126,7 @@ class Stage:
     send_s: float = 0.0
     synchronise_s: float = 0.0
     optimizer_s: float = 0.0
+    device: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -220,8 +222,29 @@ class ModelSummary:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class GroupSummary:
+    """Nodes of one kind in a cluster of several. ``gpus_used`` of its GPUs run the plan, as ranks from ``first_rank``
+    on (0 where none does)."""
+
+    __pydantic_config__: ClassVar[ConfigDict] = _STRICT
+
+    name: str
+    device: str
+    nodes: int
+    gpus_per_node: int
+    memory_bytes: float
+    gpus_used: int
+    first_rank: int
+
+    @property
+    def gpus(self) -> int:
+        return self.nodes * self.gpus_per_node
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ClusterSummary:
-    """The cluster a plan was made for."""
+    """The cluster a plan was made for. With ``groups`` it has several kinds; ``nodes`` and ``gpus_per_node`` then count
+    all its GPUs in parts that every group is made of, and ``memory_bytes`` is the largest GPU's."""
 
     __pydantic_config__: ClassVar[ConfigDict] = _STRICT
 
@@ -230,6 +253,12 @@ class ClusterSummary:
     nodes: int
     gpus_per_node: int
     memory_bytes: float
+    groups: tuple[GroupSummary, ...] = ()
+
+    def memory_of(self, stage: Stage) -> float:
+        """Bytes of the GPUs that run ``stage``: of the smallest, where they are of several kinds."""
+        named = [group.memory_bytes for group in self.groups if group.name in stage.device.split(" + ")]
+        return min(named, default=self.memory_bytes)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -71,7 +71,7 @@ def _stage(plan: Plan, index: int, stage: Stage) -> dict[str, Any]:
         "layers_in_full": " to ".join(layers),
         "number": stage.last_layer - stage.first_layer + 1,
         "recompute": ", ".join(f"{number} {name}" for name, number in stage.recompute.items() if name != "none"),
-        "bar": drawing.memory_bar(stage, plan.cluster.memory_bytes),
+        "bar": drawing.memory_bar(stage, plan.cluster.memory_of(stage)),
         "of": stage,
     }
 

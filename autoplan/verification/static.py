@@ -260,10 +260,10 @@ def _count_problem(
 
 def _memory(plan: Plan) -> Check:
     """The planned peak of each stage's ranks: the sum of its terms, and within the device."""
-    capacity = plan.cluster.memory_bytes
-    if not capacity:
+    if not plan.cluster.memory_bytes:
         return Check(name="memory", ok=True, detail="the cluster states no capacity")
     for index, stage in enumerate(plan.stages):
+        capacity = plan.cluster.memory_of(stage)
         total = sum(stage.memory_terms.values())
         if not math.isclose(total, stage.peak_memory_bytes, rel_tol=BYTES_OF_ROUNDING):
             text = f"stage {index}: terms of {size(total)} for a peak of {size(stage.peak_memory_bytes)}"
@@ -275,7 +275,8 @@ def _memory(plan: Plan) -> Check:
                 f"{size(stage.peak_memory_bytes)} of {size(capacity)}"
             )
             return Check(name="memory", ok=False, detail=text)
-    fullest = max(stage.peak_memory_bytes for stage in plan.stages)
+    fullest = max(plan.stages, key=lambda stage: stage.peak_memory_bytes / plan.cluster.memory_of(stage))
+    used, capacity = fullest.peak_memory_bytes, plan.cluster.memory_of(fullest)
     return Check(
-        name="memory", ok=True, detail=f"{plan.strategy.gpus:,} ranks, at most {size(fullest)} of {size(capacity)}"
+        name="memory", ok=True, detail=f"{plan.strategy.gpus:,} ranks, at most {size(used)} of {size(capacity)}"
     )
