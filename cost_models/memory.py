@@ -117,11 +117,13 @@ def stage_memory(
     device: Device,
     recompute: Sequence[str],
     shared_elements: int = 0,
+    received_bytes: float = 0.0,
 ) -> dict[str, float]:
     """Bytes by term on the worst GPU of stage ``stage`` (0-based); ``recompute`` has a policy for each layer.
 
     ``kinds_of_stage`` are the layers as one tensor rank holds them. ``shared_elements`` are parameters that the stage
-    keeps a copy of beside its layers' own (a tied embedding on the last stage).
+    keeps a copy of beside its layers' own (a tied embedding on the last stage). ``received_bytes`` a micro-batch are
+    kept of what earlier stages send, beyond what the layers count (a skip's other end).
     """
     parts = stage_parts(
         kinds_of_stage,
@@ -131,6 +133,7 @@ def stage_memory(
         device=device,
         recompute=recompute,
         shared_elements=shared_elements,
+        received_bytes=received_bytes,
     )
     backward, step = parts.backward, parts.step
     moment, other = (backward, step) if sum(backward.values()) >= sum(step.values()) else (step, backward)
@@ -163,6 +166,7 @@ def stage_parts(
     device: Device,
     recompute: Sequence[str],
     shared_elements: int = 0,
+    received_bytes: float = 0.0,
 ) -> StageParts:
     """The terms that :func:`stage_memory` chooses from; same arguments."""
     elements = count_elements(kinds_of_stage)
@@ -173,7 +177,8 @@ def stage_parts(
             "workspace": 0.0 if device.is_cpu else float(WORKSPACE_BYTES),
             "context": device.context_bytes,
         },
-        backward=_backward_terms(kinds_of_stage, strategy, stage, recompute) | _windows(elements, strategy, recipe),
+        backward=_backward_terms(kinds_of_stage, strategy, stage, recompute, received_bytes)
+        | _windows(elements, strategy, recipe),
         step={"optimizer_temporary": _step_temporary(elements, shared_elements, strategy, recipe)},
         reserve=0.0 if device.is_cpu else ALLOCATOR_RESERVE,
     )
@@ -243,7 +248,7 @@ def _windows(elements: Elements, strategy: Strategy, recipe: Recipe) -> dict[str
 
 
 def _backward_terms(
-    kinds: Sequence[LayerKind], strategy: Strategy, stage: int, recompute: Sequence[str]
+    kinds: Sequence[LayerKind], strategy: Strategy, stage: int, recompute: Sequence[str], received_bytes: float
 ) -> dict[str, float]:
     samples = strategy.micro_batch_size / strategy.context
     held = micro_batches_in_flight(strategy, stage, layers=len(kinds))
@@ -255,6 +260,7 @@ def _backward_terms(
         widest = max(widest, max((_passing_bytes(op, samples) for op in kind.operators), default=0.0))
     return {
         "saved_activations": saved,
+        "received_activations": received_bytes * max(held, default=0),
         "recompute_window": window,
         "passing_activations": widest,
     }

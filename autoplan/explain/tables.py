@@ -12,7 +12,7 @@ _GROUPS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
     ("W", "weights", ("weights",)),
     ("G", "gradients", ("gradients",)),
     ("O", "optimizer state and master weights", ("optimizer_state", "master_weights")),
-    ("A", "saved activations", ("saved_activations",)),
+    ("A", "saved activations", ("saved_activations", "received_activations")),
 )
 _BAR = 18
 # More rows than this and runs of stages that are alike share one.

@@ -23,7 +23,7 @@ GROUPS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
     ("weights", "weights", ("weights",)),
     ("gradients", "gradients", ("gradients",)),
     ("optimizer", "optimizer state, master weights", ("optimizer_state", "master_weights")),
-    ("activations", "saved activations", ("saved_activations",)),
+    ("activations", "saved activations", ("saved_activations", "received_activations")),
 )
 ELSE = ("else", "everything else")
 

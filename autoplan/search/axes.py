@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 
 from autoplan.plan import Axis
+from autoplan.search.dag_transfers import transfers
 from autoplan.search.evaluate import Evaluation, stage_link
 from autoplan.search.space import Space
 
@@ -26,13 +27,14 @@ def axes(space: Space, evaluation: Evaluation) -> tuple[Axis, ...]:
 
 def _pipeline(space: Space, evaluation: Evaluation) -> Axis:
     strategy, cluster = evaluation.strategy, space.problem.cluster
-    crossing = space.chain(strategy.tensor, strategy.micro_batch_size).cut_bytes
+    stage_of = [s for s, stage in enumerate(evaluation.stages) for _ in range(stage.first, stage.end)]
     cuts = [stage.first for stage in evaluation.stages[1:]]
     # A GPU sends activations forward and gradients back: the busiest does both.
-    sent = [
-        float(crossing[end] if end < len(crossing) - 1 else 0.0) + float(crossing[first] if first else 0.0)
-        for first, end in ((stage.first, stage.end) for stage in evaluation.stages)
-    ]
+    sent = [0.0] * len(evaluation.stages)
+    for value in transfers(space.problem.layers, stage_of, samples=strategy.micro_batch_size):
+        sent[value.source] += value.bytes_each * len(value.destinations)
+        for destination in value.destinations:
+            sent[destination] += value.bytes_each
     width = strategy.data * strategy.tensor
     crosses = any(
         (s * width) // cluster.gpus_per_node != ((s + 1) * width) // cluster.gpus_per_node

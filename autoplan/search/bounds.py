@@ -16,6 +16,7 @@ The simulated step has a bound of its own (:mod:`autoplan.search.simulated`).
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import numpy as np
@@ -92,11 +93,11 @@ def _alike(candidates: Candidates, columns: tuple[str, ...]) -> list[tuple[NDArr
 
 def _least_send_s(space: Space, strategy: Strategy) -> float:
     """Seconds of the cheapest send between two stages."""
-    cuts = space.chain(strategy.tensor, strategy.micro_batch_size).cut_bytes[1:-1]
-    if strategy.pipeline == 1 or not len(cuts):
+    least = space.chain(strategy.tensor, strategy.micro_batch_size).least_crossing
+    if strategy.pipeline == 1 or math.isinf(least):
         return 0.0
     distance = strategy.data * strategy.tensor
-    return communication.send_s(space.problem.cluster, float(cuts.min()), distance)
+    return communication.send_s(space.problem.cluster, least, distance)
 
 
 def _data_axis(space: Space, strategy: Strategy) -> tuple[float, float, float]:

@@ -6,6 +6,7 @@ layers, tied parameters, what crosses each cut, and which policies save what.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -13,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from autoplan.layers.types import LayerGraph, LayerKind
+from autoplan.search.dag_transfers import Crossing, crossing, edge_bytes, is_chain
 from autoplan.search.pricing import KindCosts
 from autoplan.search.recompute import NOTHING, Choice, Frontier, extend, frontier
 
@@ -37,7 +39,8 @@ class Tied:
 @dataclass(frozen=True, kw_only=True)
 class Chain:
     """``kinds[l]`` is the kind of layer l, ``costs`` one entry a kind, ``policies`` the recompute that may be chosen:
-    the first is what a layer does where memory allows."""
+    the first is what a layer does where memory allows. ``cut_bytes``: what crosses each cut. ``crossing``: what each
+    span receives and sends where some value goes further than to the next layer, else None."""
 
     layers: int
     kinds: Integers
@@ -45,6 +48,7 @@ class Chain:
     policies: tuple[str, ...]
     cut_bytes: Floats
     tied: tuple[Tied, ...]
+    crossing: Crossing | None = None
     _frontiers: dict[tuple[object, ...], Frontier] = field(default_factory=dict)
 
     def per_layer(self, values: list[float]) -> Floats:
@@ -114,6 +118,19 @@ class Chain:
         """[L + 1, L + 1] window where every layer saves the most memory it can."""
         return _range_max(self.per_layer([c.window_bytes[self.thriftiest(c)] for c in self.costs]))
 
+    def held(self, first: Integers, end: Integers) -> Floats:
+        """Bytes a micro-batch that spans keep of what they receive, beyond what their layers count."""
+        return np.zeros(len(first)) if self.crossing is None else self.crossing.held[first, end]
+
+    @cached_property
+    def least_crossing(self) -> float:
+        """No stage but the first receives less a micro-batch, and none but the last sends less."""
+        if self.crossing is None:
+            return float(self.cut_bytes[1:-1].min(initial=math.inf))
+        # Receiving grows with the span's end, sending as its start moves ahead: one layer has the least.
+        least = np.concatenate((self.crossing.received.diagonal(1)[1:], self.crossing.sent.diagonal(1)[:-1]))
+        return float(least.min(initial=math.inf))
+
     def thriftiest(self, costs: KindCosts) -> str:
         """The policy that keeps least; of equals the one that costs least."""
         return min(self.policies, key=lambda p: (costs.saved_bytes[p], costs.extra_s[p]))
@@ -178,6 +195,9 @@ class Chain:
         if len(self.costs) > MOST_GROUPED_KINDS:
             return everyone, everyone
         columns = [self.counts[end] - self.counts[first]]
+        if self.crossing is not None:
+            _, held = np.unique(self.crossing.held[first, end], return_inverse=True)
+            columns.append(held.reshape(-1, 1))
         for group in self.tied:
             held = [(first <= layer) & (layer < end) for layer in group.layers]
             columns.append(np.sum(held, axis=0)[:, None])
@@ -236,17 +256,18 @@ def build_chain(
         kinds=np.array([layer.kind for layer in graph.layers], dtype=np.int64),
         costs=costs,
         policies=policies,
-        cut_bytes=np.array([0.0, *_crossing(graph), 0.0]) * samples,
+        cut_bytes=np.array([0.0, *_cut_bytes(graph, samples), 0.0]),
         tied=_tied(graph, kinds),
+        crossing=None if is_chain(graph) else crossing(graph, samples=samples),
     )
 
 
-def _crossing(graph: LayerGraph) -> list[float]:
-    """Bytes a sample across cuts 1 to L - 1; one pass over the edges."""
+def _cut_bytes(graph: LayerGraph, samples: int) -> list[float]:
+    """Bytes a micro-batch across cuts 1 to L - 1; one pass over the edges."""
     change = np.zeros(len(graph.layers) + 1)
     for edge in graph.edges:
-        change[edge.source + 1] += edge.bytes_per_sample
-        change[edge.targets[-1] + 1] -= edge.bytes_per_sample
+        change[edge.source + 1] += edge_bytes(edge, samples)
+        change[edge.targets[-1] + 1] -= edge_bytes(edge, samples)
     # Sums of bytes are exact in float64, so that what is added and taken away leaves nothing behind.
     return [float(v) for v in np.cumsum(change)[1 : len(graph.layers)]]
 

@@ -116,8 +116,9 @@ def evaluate_stages(
         stage_costs(space, tables, stage, first, end, policies[stage])
         for stage, (first, end) in enumerate(itertools.pairwise(cuts))
     )
-    sends = tuple(float(tables.send_s(boundary)[cuts[boundary + 1]]) for boundary in range(strategy.pipeline - 1))
-    times = stage_times(strategy, stages, sends)
+    split = tables.of_split(cuts)
+    sends = split.receives_s()
+    times = stage_times(strategy, stages, sends, split.sent_s())
     taken_s = step_s(times)
     busy = sum(strategy.micro_batches * stage.period_s + stage.tail_s for stage in stages)
     return Evaluation(
@@ -130,7 +131,9 @@ def evaluate_stages(
     )
 
 
-def stage_times(strategy: Strategy, stages: Sequence[StageCosts], sends_s: tuple[float, ...]) -> StageTimes:
+def stage_times(
+    strategy: Strategy, stages: Sequence[StageCosts], sends_s: tuple[float, ...], sent_s: tuple[float, ...] = ()
+) -> StageTimes:
     """What the simulator asks of priced stages."""
     return StageTimes(
         schedule=strategy.schedule,
@@ -139,6 +142,7 @@ def stage_times(strategy: Strategy, stages: Sequence[StageCosts], sends_s: tuple
         backward_s=tuple(stage.backward_s for stage in stages),
         send_s=sends_s,
         tail_s=tuple(stage.tail_s for stage in stages),
+        sent_s=sent_s,
     )
 
 
@@ -164,6 +168,7 @@ def stage_costs(
             recipe=tables.recipe,
             device=problem.cluster.device,
             recompute=policies,
+            received_bytes=tables.held_bytes(first, end),
         ),
         parameters=elements.total,
         compute_forward_s=sum(c.forward_s for c in costs),

@@ -57,6 +57,7 @@ class Tables:
     only: tuple[tuple[int, int], ...] | None = None
     _by_flight: dict[int, Floats] = field(default_factory=dict, init=False)
     _by_stage: dict[int, StageTable] = field(default_factory=dict, init=False)
+    _by_boundary: dict[int, Floats] = field(default_factory=dict, init=False)
 
     def problem(self) -> SplitProblem:
         """The split problem of this strategy."""
@@ -106,13 +107,13 @@ class Tables:
             period = float(self.chain.period[end] - self.chain.period[first] + extra)
             backward.append(period - ahead + data.backward_s)
             tails.append(data.step_s + self.tied_apart_s(int(first), int(end)) + self.optimizer_s(trainable))
-        cuts = self.spans[0][1:]
         return StageTimes(
             schedule=self.strategy.schedule,
             micro_batches=self.strategy.micro_batches,
             forward_s=tuple(forward),
             backward_s=tuple(backward),
-            send_s=tuple(float(self.send_s(boundary)[cut]) for boundary, cut in enumerate(cuts)),
+            send_s=self.receives_s(),
+            sent_s=self.sent_s(),
             tail_s=tuple(tails),
         )
 
@@ -146,7 +147,7 @@ class Tables:
     def _choice(self, first: int, end: int, room: float, in_flight: int, extra_s: float) -> dict[int, dict[str, int]]:
         """For a span how many layers of each kind follow each policy to recompute for ``extra_s``."""
         key = self.chain.key(first, end)
-        saved = float(self.chain.saved[end] - self.chain.saved[first])
+        saved = float(self.chain.saved[end] - self.chain.saved[first]) + self.held_bytes(first, end)
         for window in self.chain.windows:
             deficit = saved - (room - window) / in_flight
             found = self.chain.frontier(key, window)
@@ -247,9 +248,10 @@ class Tables:
         first, end = self.rows[0][rows], self.rows[1][rows]
         chain = self.chain
         room, step = (values[rows] for values in self._moment_bytes)
-        saved = chain.saved[end] - chain.saved[first]
+        held = chain.held(first, end)
+        saved = chain.saved[end] - chain.saved[first] + held
         extra = np.where(in_flight * saved + chain.first_window[first, end] <= room, step, math.inf)
-        least = chain.least_saved[end] - chain.least_saved[first]
+        least = chain.least_saved[end] - chain.least_saved[first] + held
         for row in np.nonzero(~np.isfinite(extra) & np.isfinite(step) & (in_flight * least <= room))[0]:
             key = chain.key(int(first[row]), int(end[row]))
             for window in chain.windows:
@@ -261,12 +263,7 @@ class Tables:
         first, end = self.spans
         member, strategy, last = self._alike[2], self.strategy, self.strategy.pipeline - 1
         period = (self.base_period + self.extra(self.in_flight(stage)))[member]
-        sends = np.zeros(len(first))
-        if stage > 0:
-            sends = sends + self.send_s(stage - 1)[first]
-        if stage < last:
-            sends = sends + self.send_s(stage)[end]
-        cost = period + sends
+        cost = period + self.sends_around(stage)
         if strategy.schedule != "gpipe":
             period = cost
         # The first stage starts with the first layer, the last ends with the last, and no other touches them.
@@ -282,7 +279,8 @@ class Tables:
     def least_bytes(self, stage: int) -> Floats:
         """[L + 1, L + 1] bytes that a span needs on ``stage`` where every layer saves the most memory it can."""
         first, end = self.rows
-        saved = (self.chain.least_saved[end] - self.chain.least_saved[first]) * self.in_flight(stage)
+        kept = self.chain.least_saved[end] - self.chain.least_saved[first] + self.chain.held(first, end)
+        saved = kept * self.in_flight(stage)
         opened = self.chain.least_window[first, end] + self.chain.passing[first, end]
         opened = opened + self.states.window_per_element * self.chain.largest[first, end]
         moment = np.maximum(saved + opened, self.states.temporary_per_trainable * self.trainable)
@@ -324,10 +322,58 @@ class Tables:
         weights = at_values(lambda each: pick(self.data_axis(each, 0.0, 1)), self.elements / layers)
         return layers * (gradients + weights)
 
+    def held_bytes(self, first: int, end: int) -> float:
+        """Bytes a micro-batch that one span keeps of what it receives, beyond what its layers count."""
+        return float(self.chain.held(np.array([first]), np.array([end]))[0])
+
+    def receives_s(self) -> tuple[float, ...]:
+        """Of the only split: seconds to receive what each stage but the first reads from earlier ones."""
+        first, end = self.spans
+        return tuple(float(self._receive_s(s, first[s : s + 1], end[s : s + 1])[0]) for s in range(1, len(first)))
+
+    def sent_s(self) -> tuple[float, ...]:
+        """Of the only split: seconds to send what each stage but the last makes for later ones, each value once; empty
+        where that is what the next stage receives."""
+        first, end = self.spans
+        if self.chain.crossing is None:
+            return ()
+        return tuple(float(self._sent_s(s, first[s : s + 1], end[s : s + 1])[0]) for s in range(len(first) - 1))
+
+    def sends_around(self, stage: int) -> Floats:
+        """Seconds a micro-batch that every span receives and sends on ``stage``."""
+        first, end = self.spans
+        around = np.zeros(len(first))
+        if stage > 0:
+            around = around + self._receive_s(stage, first, end)
+        if stage < self.strategy.pipeline - 1:
+            around = around + self._sent_s(stage, first, end)
+        return around
+
+    def _receive_s(self, stage: int, first: Integers, end: Integers) -> Floats:
+        crossing = self.chain.crossing
+        if crossing is None:
+            return self.send_s(stage - 1)[first]
+        return self._priced(stage - 1, crossing.received[first, end])
+
+    def _sent_s(self, stage: int, first: Integers, end: Integers) -> Floats:
+        crossing = self.chain.crossing
+        if crossing is None:
+            return self.send_s(stage)[end]
+        return self._priced(stage, crossing.sent[first, end])
+
+    def _priced(self, boundary: int, amounts: Floats) -> Floats:
+        """Seconds over the link between stage ``boundary`` and the next."""
+        width = self.strategy.data * self.strategy.tensor
+        return at_values(
+            lambda b: communication.boundary_send_s(self.cluster, b, stage=boundary, distance=width), amounts
+        )
+
     def send_s(self, boundary: int) -> Floats:
         """[L + 1] seconds to send one micro-batch from stage ``boundary`` to the next, by cut."""
-        distance = self.strategy.data * self.strategy.tensor
-        distinct, back = self.chain.distinct_cuts
-        return np.array(
-            [communication.boundary_send_s(self.cluster, b, stage=boundary, distance=distance) for b in distinct]
-        )[back]
+        if boundary not in self._by_boundary:
+            distance = self.strategy.data * self.strategy.tensor
+            distinct, back = self.chain.distinct_cuts
+            self._by_boundary[boundary] = np.array(
+                [communication.boundary_send_s(self.cluster, b, stage=boundary, distance=distance) for b in distinct]
+            )[back]
+        return self._by_boundary[boundary]

@@ -1,0 +1,216 @@
+"""Models whose layers are no chain: skips, towers, an encoder's output read by every decoder layer.
+
+As :mod:`tests.support.models`: each builder returns ``(model, batch)``, seeded, float32, eight samples, no dropout, no
+batch statistics; ``model(**batch)`` is the loss.
+"""
+
+from __future__ import annotations
+
+import itertools
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from tests.support.models import SAMPLES, Batch
+
+
+def _generator(seed: int = 1) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+class Convolutions(nn.Module):
+    """Two convolutions with GroupNorm."""
+
+    def __init__(self, channels_in: int, channels: int) -> None:
+        super().__init__()
+        self.conv_1 = nn.Conv2d(channels_in, channels, 3, padding=1)
+        self.norm_1 = nn.GroupNorm(2, channels)
+        self.conv_2 = nn.Conv2d(channels, channels, 3, padding=1)
+        self.norm_2 = nn.GroupNorm(2, channels)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = F.silu(self.norm_1(self.conv_1(x)))
+        return F.silu(self.norm_2(self.conv_2(x)))
+
+
+class UNet(nn.Module):
+    """Down, across and up; every level's output goes straight to the level of the same size on the way up."""
+
+    def __init__(self, width: int = 8, levels: int = 3) -> None:
+        super().__init__()
+        sizes = [width * 2**level for level in range(levels + 1)]
+        self.stem = nn.Conv2d(3, width, 3, padding=1)
+        self.down = nn.ModuleList([Convolutions(a, b) for a, b in itertools.pairwise(sizes)])
+        self.across = Convolutions(sizes[-1], sizes[-1])
+        self.up = nn.ModuleList([Convolutions(b + b, a) for a, b in reversed(list(itertools.pairwise(sizes)))])
+        self.head = nn.Conv2d(width, 3, 1)
+
+    def forward(self, images: Tensor, target: Tensor) -> Tensor:
+        x, skips = self.stem(images), []
+        for block in self.down:
+            x = block(x)
+            skips.append(x)
+            x = F.max_pool2d(x, 2)
+        x = self.across(x)
+        for block in self.up:
+            x = block(torch.cat([F.interpolate(x, scale_factor=2.0), skips.pop()], dim=1))
+        return F.mse_loss(self.head(x), target)
+
+
+class Tower(nn.Module):
+    """Layers with a residual each."""
+
+    def __init__(self, features: int, layers: int) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(features, features) for _ in range(layers)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = x + torch.tanh(layer(x))
+        return x
+
+
+class TwoTowers(nn.Module):
+    """A recommender: what a user did and what an item is, each embedded as a bag and read by a tower; their product
+    and a small network give the rating."""
+
+    def __init__(self, features: int = 16, layers: int = 4, rows: int = 64) -> None:
+        super().__init__()
+        self.user_bag = nn.EmbeddingBag(rows, features, mode="mean")
+        self.item_bag = nn.EmbeddingBag(rows, features, mode="sum")
+        self.user = Tower(features, layers)
+        self.item = Tower(features, layers)
+        self.rate_1 = nn.Linear(3 * features, features)
+        self.rate_2 = nn.Linear(features, 1)
+
+    def forward(self, history: Tensor, words: Tensor, rating: Tensor) -> Tensor:
+        user = self.user(self.user_bag(history))
+        item = self.item(self.item_bag(words))
+        both = torch.cat([user, item, user * item], dim=-1)
+        return F.mse_loss(self.rate_2(torch.relu(self.rate_1(both))).squeeze(-1), rating)
+
+
+class EncoderDecoder(nn.Module):
+    """torch's own transformer: the encoder's output is read by every layer of the decoder."""
+
+    def __init__(self, features: int = 16, layers: int = 3, vocabulary: int = 48) -> None:
+        super().__init__()
+        self.source = nn.Embedding(vocabulary, features)
+        self.target = nn.Embedding(vocabulary, features)
+        settings = {"nhead": 2, "dim_feedforward": 2 * features, "dropout": 0.0, "batch_first": True}
+        self.encoder = nn.ModuleList([nn.TransformerEncoderLayer(features, **settings) for _ in range(layers)])
+        self.decoder = nn.ModuleList([nn.TransformerDecoderLayer(features, **settings) for _ in range(layers)])
+        self.head = nn.Linear(features, vocabulary)
+
+    def forward(self, tokens: Tensor, labels: Tensor) -> Tensor:
+        memory = self.source(tokens)
+        for layer in self.encoder:
+            memory = layer(memory)
+        x = self.target(labels)
+        for layer in self.decoder:
+            x = layer(x, memory)
+        return F.cross_entropy(self.head(x).flatten(0, 1), labels.flatten())
+
+
+class Bottleneck(nn.Module):
+    """ResNet's block of three convolutions, with GroupNorm for BatchNorm."""
+
+    def __init__(self, channels_in: int, channels: int, stride: int) -> None:
+        super().__init__()
+        self.conv_1 = nn.Conv2d(channels_in, channels, 1, bias=False)
+        self.norm_1 = nn.GroupNorm(2, channels)
+        self.conv_2 = nn.Conv2d(channels, channels, 3, stride=stride, padding=1, bias=False)
+        self.norm_2 = nn.GroupNorm(2, channels)
+        self.conv_3 = nn.Conv2d(channels, 4 * channels, 1, bias=False)
+        self.norm_3 = nn.GroupNorm(2, 4 * channels)
+        self.downsample = (
+            nn.Conv2d(channels_in, 4 * channels, 1, stride=stride, bias=False)
+            if stride > 1 or channels_in != 4 * channels
+            else nn.Identity()
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = F.relu(self.norm_1(self.conv_1(x)))
+        y = F.relu(self.norm_2(self.conv_2(y)))
+        return F.relu(self.norm_3(self.conv_3(y)) + self.downsample(x))
+
+
+class ResNet(nn.Module):
+    """Depths and strides of ResNet-50, as narrow as ``width``."""
+
+    def __init__(self, width: int = 8, depths: tuple[int, ...] = (3, 4, 6, 3)) -> None:
+        super().__init__()
+        self.stem = nn.Conv2d(3, width, 7, stride=2, padding=3, bias=False)
+        self.norm = nn.GroupNorm(2, width)
+        channels, stages = width, []
+        for index, depth in enumerate(depths):
+            blocks = []
+            for position in range(depth):
+                blocks.append(Bottleneck(channels, width * 2**index, 2 if index and not position else 1))
+                channels = 4 * width * 2**index
+            stages.append(nn.Sequential(*blocks))
+        self.stages = nn.Sequential(*stages)
+        self.head = nn.Linear(channels, 10)
+
+    def forward(self, images: Tensor, labels: Tensor) -> Tensor:
+        x = F.max_pool2d(F.relu(self.norm(self.stem(images))), 3, stride=2, padding=1)
+        x = F.adaptive_avg_pool2d(self.stages(x), 1).flatten(1)
+        return F.cross_entropy(self.head(x), labels)
+
+
+class Recurrent(nn.Module):
+    """An LSTM of several layers over tokens."""
+
+    def __init__(self, features: int = 16, layers: int = 4, vocabulary: int = 48) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(vocabulary, features)
+        self.lstm = nn.LSTM(features, features, num_layers=layers, batch_first=True)
+        self.head = nn.Linear(features, vocabulary)
+
+    def forward(self, tokens: Tensor, labels: Tensor) -> Tensor:
+        x, _ = self.lstm(self.embedding(tokens))
+        return F.cross_entropy(self.head(x).flatten(0, 1), labels.flatten())
+
+
+def unet(*, samples: int = SAMPLES, width: int = 8, levels: int = 3, size: int = 16) -> tuple[nn.Module, Batch]:
+    torch.manual_seed(0)
+    images = torch.randn(samples, 3, size, size, generator=_generator())
+    return UNet(width, levels), {"images": images, "target": images.flip(1)}
+
+
+def two_towers(*, samples: int = SAMPLES, features: int = 16, layers: int = 4) -> tuple[nn.Module, Batch]:
+    torch.manual_seed(0)
+    generator = _generator()
+    return TwoTowers(features, layers), {
+        "history": torch.randint(64, (samples, 6), generator=generator),
+        "words": torch.randint(64, (samples, 4), generator=generator),
+        "rating": torch.randn(samples, generator=generator),
+    }
+
+
+def _tokens(samples: int) -> Batch:
+    generator = _generator()
+    return {
+        "tokens": torch.randint(48, (samples, 7), generator=generator),
+        "labels": torch.randint(48, (samples, 7), generator=generator),
+    }
+
+
+def encoder_decoder(*, samples: int = SAMPLES, layers: int = 3) -> tuple[nn.Module, Batch]:
+    torch.manual_seed(0)
+    return EncoderDecoder(layers=layers), _tokens(samples)
+
+
+def recurrent(*, samples: int = SAMPLES, layers: int = 4) -> tuple[nn.Module, Batch]:
+    torch.manual_seed(0)
+    return Recurrent(layers=layers), _tokens(samples)
+
+
+def resnet(*, samples: int = SAMPLES, width: int = 8) -> tuple[nn.Module, Batch]:
+    torch.manual_seed(0)
+    generator = _generator()
+    return ResNet(width), {
+        "images": torch.randn(samples, 3, 32, 32, generator=generator),
+        "labels": torch.randint(10, (samples,), generator=generator),
+    }
