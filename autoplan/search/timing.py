@@ -17,6 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from autoplan import schedules
+from autoplan.cost_models import schedule
 
 Floats = NDArray[np.float64]
 
@@ -50,12 +51,36 @@ class StageTimes:
 
     @property
     def closed_form_s(self) -> float:
-        """(M - 1) max period + sum of periods + max tail, with sends as in :mod:`autoplan.search.tables`."""
+        """(M - 1) max period + sum of periods + max tail, with sends as in :mod:`autoplan.search.tables`; for other
+        schedules than GPipe and 1F1B that of :mod:`autoplan.cost_models.schedule`."""
+        if self.schedule not in _CLOCKS:
+            return self._listed_closed_form_s
         periods = [f + b for f, b in zip(self.forward_s, self.backward_s, strict=True)]
         into, out = (0.0, *self.send_s), (*(self.sent_s or self.send_s), 0.0)
         costs = [period + (a + b) for period, a, b in zip(periods, into, out, strict=True)]
         longest = max(periods if self.schedule == "gpipe" else costs)
         return (self.micro_batches - 1) * longest + sum(costs) + max(self.tail_s)
+
+    @property
+    def _listed_closed_form_s(self) -> float:
+        backward = self.backward_s
+        if self.schedule == "zero_bubble":  # a send holds up every micro-batch, as under 1F1B
+            into, out = (0.0, *self.send_s), (*(self.sent_s or self.send_s), 0.0)
+            backward = tuple(b + (i + o) for b, i, o in zip(backward, into, out, strict=True))
+        return schedule.closed_form_s(
+            self.schedule,
+            forward_s=self.forward_s,
+            backward_s=backward,
+            send_s=self.send_s if self.schedule == "interleaved" and self.ranks > 1 else (),
+            weight_s=self.weight_s,
+            micro_batches=self.micro_batches,
+            virtual_stages=self.virtual_stages,
+        ) + float(np.max(self.rank_tails_s))
+
+    @property
+    def rank_tails_s(self) -> Floats:
+        """Each rank's tail: those of its stages, one after the other."""
+        return np.array(self.tail_s).reshape(self.virtual_stages, self.ranks).sum(axis=0)
 
 
 def step_s(times: StageTimes) -> float:
@@ -70,7 +95,7 @@ def brief_step_s(times: StageTimes) -> float:
     last = LAST_WAVES
     if times.schedule in schedules.CHUNKED:
         last = -(-LAST_WAVES // ranks) * ranks  # whole groups
-    few = len(times.forward_s) // times.virtual_stages + 2 * last
+    few = ranks + 2 * last
     few += (total - few) % ranks if times.schedule in schedules.CHUNKED else 0
     if total <= max(MOST_WAVES // times.virtual_stages, few):
         return _simulated_s(times, total)
@@ -82,8 +107,7 @@ def _simulated_s(times: StageTimes, micro_batches: int) -> float:
     if len(times.forward_s) == 1:
         return micro_batches * (times.forward_s[0] + times.backward_s[0]) + times.tail_s[0]
     clock = _CLOCKS.get(times.schedule, _walked)(times, micro_batches)
-    tails = np.array(times.tail_s).reshape(times.virtual_stages, times.ranks).sum(axis=0)
-    return float(np.max(clock + tails))
+    return float(np.max(clock + times.rank_tails_s))
 
 
 def _one_forward_one_backward(times: StageTimes, micro_batches: int) -> Floats:

@@ -15,27 +15,39 @@ seconds = st.floats(0.001, 3.0)
 
 @st.composite
 def stage_times(draw: st.DrawFn, *, most: int = 12) -> StageTimes:
-    stages = draw(st.integers(1, 6))
+    schedule = draw(st.sampled_from(schedules.SCHEDULES))
+    virtual_stages = draw(st.integers(1, 3)) if schedule in schedules.CHUNKED else 1
+    stages = draw(st.integers(1, 6 if virtual_stages == 1 else 3)) * virtual_stages
     per_stage = st.lists(seconds, min_size=stages, max_size=stages).map(tuple)
     sends = st.lists(st.floats(0.0, 1.0), min_size=stages - 1, max_size=stages - 1).map(tuple)
+    backward = draw(per_stage)
+    share = draw(st.floats(0.0, 1.0)) if schedule == "zero_bubble" else 0.0
     return StageTimes(
-        schedule=draw(st.sampled_from(["1f1b", "gpipe"])),
+        schedule=schedule,
         micro_batches=draw(st.integers(1, most)),
         forward_s=draw(per_stage),
-        backward_s=draw(per_stage),
+        backward_s=backward,
         send_s=draw(sends),
         tail_s=draw(per_stage),
+        weight_s=tuple(share * seconds for seconds in backward),
+        virtual_stages=virtual_stages,
     )
 
 
 def simulated(times: StageTimes) -> float:
-    actions = schedules.all_actions(times.schedule, stages=len(times.forward_s), micro_batches=times.micro_batches)
+    actions = schedules.all_actions(
+        times.schedule,
+        stages=len(times.forward_s),
+        micro_batches=times.micro_batches,
+        virtual_stages=times.virtual_stages,
+    )
     return schedule.simulate(
         actions,
         forward_s=times.forward_s,
         backward_s=times.backward_s,
         send_s=times.send_s,
-        tail_s=times.tail_s,
+        tail_s=[sum(times.tail_s[rank :: times.ranks]) for rank in range(times.ranks)],
+        weight_s=times.weight_s,
     ).step_s
 
 
