@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from autoplan.layers.types import LayerKind
     from autoplan.runtime import Program
     from autoplan.search import Problem
+    from autoplan.sharding import Sharding
 
 _LOG = logging.getLogger(__name__)
 
@@ -257,9 +258,15 @@ def _problem(traced: _Traced, cluster: Cluster, wish: _Wish) -> Problem:
         sharding = shard_model(captured, traced.layers, degree=degree, cluster=cluster)
         return tuple(entry.kind for entry in sharding.kinds)
 
+    @functools.cache
+    def over_sequence(degree: int) -> Sharding:
+        return shard_model(captured, traced.layers, degree=degree, cluster=cluster, sequence=True)
+
     return Problem(
         layers=traced.layers,
         tensor_kinds=tensor_kinds,
+        sequence_kinds=lambda degree: tuple(entry.kind for entry in over_sequence(degree).kinds),
+        sequence_edges=lambda degree: over_sequence(degree).edges(traced.layers.edges),
         cluster=cluster,
         global_batch=traced.global_batch,
         precision=traced.precision,

@@ -176,7 +176,7 @@ class Builder:
         found: dict[str, Placement] = {}
         for name, placement in placements.items():
             first = self.canonical[name]
-            if isinstance(found.setdefault(first, placement), Shard) != isinstance(placement, Shard):
+            if type(found.setdefault(first, placement)) is not type(placement):
                 raise StrategyError(
                     f"`{name}` and `{first}` are one parameter, placed {placement} and {found[first]}",
                     attempt="untie them, or plan without tensor parallelism",
@@ -187,8 +187,14 @@ class Builder:
         if self._sharding is None:
             if self._cluster is None:
                 raise StrategyError("tensor parallelism needs the cluster (or a sharding) that it was planned for")
-            degree = self._plan.strategy.tensor
-            self._sharding = shard_model(self._capture, self._layers, degree=degree, cluster=self._cluster)
+            strategy = self._plan.strategy
+            self._sharding = shard_model(
+                self._capture,
+                self._layers,
+                degree=strategy.tensor,
+                cluster=self._cluster,
+                sequence=strategy.sequence_parallel,
+            )
         return self._sharding
 
     def ownership(self) -> Ownership:

@@ -61,13 +61,15 @@ class GradientSync:
 
     ``working``: the parameters that the stage's graph reads, by the user's names, local to this rank's stage and tensor
     coordinate. ``parameters``: those that the user's optimizer updates, under the same names. ``tied``: for a parameter
-    that several stages hold, those stages.
+    that several stages hold, those stages. ``summands``: parameters of whose gradient every tensor rank finds a summand
+    (norms and late biases under sequence parallelism).
     """
 
     def __init__(
         self, working: Mapping[str, nn.Parameter], mesh: Mesh, tied: Mapping[str, tuple[int, ...]], *, every: bool
     ) -> None:
         self.working, self.mesh, self.tied = dict(working), mesh, tied
+        self.summands: tuple[str, ...] = ()
         self.parameters: dict[str, nn.Parameter] = self.working
         self._every = every  # synchronise in every backward, not in the last alone
         self._buckets = fill_buckets(self.working) if mesh.data is not None else ()
@@ -110,6 +112,7 @@ class GradientSync:
         self._remove_hooks()
         self._collect()
         self._sum_tied()
+        self._sum_over_tensor()
         for name, earlier in self._prior.items():
             fresh = self.parameters[name].grad
             self.parameters[name].grad = earlier if fresh is None else earlier.add_(fresh)
@@ -145,6 +148,19 @@ class GradientSync:
                 gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad.contiguous()
                 dist.all_reduce(gradient, group=self.mesh.tied[self.tied[name]])
                 parameter.grad = gradient
+
+    def _sum_over_tensor(self) -> None:
+        """Gradients of which the tensor ranks hold summands, in one flat tensor a dtype; ranks have the same ones."""
+        by_dtype: dict[torch.dtype, list[nn.Parameter]] = {}
+        for name in sorted(self.summands):
+            parameter = self.parameters[name]
+            if parameter.grad is not None:
+                by_dtype.setdefault(parameter.grad.dtype, []).append(parameter)
+        for members in by_dtype.values():
+            flat = torch.cat([parameter.grad.reshape(-1) for parameter in members])  # type: ignore[union-attr]
+            dist.all_reduce(flat, group=self.mesh.tensor)
+            for parameter, piece in zip(members, flat.split([p.numel() for p in members]), strict=True):
+                parameter.grad = piece.view(parameter.shape)
 
     def _start(self, index: int) -> None:
         raise NotImplementedError

@@ -12,7 +12,7 @@ Every data rank runs one graph on equally many micro-batches, so all of them gat
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -191,9 +191,18 @@ class Gathered(Sharded):
         self.parameters[name].copy_(self._slice(values))
 
 
-def gradient_sync(working: Mapping[str, nn.Parameter], mesh: Mesh, tied: Mapping[str, tuple[int, ...]]) -> GradientSync:
-    """The data axis of ``mesh.strategy``: replicated, or sharded by its ZeRO stage."""
+def gradient_sync(
+    working: Mapping[str, nn.Parameter],
+    mesh: Mesh,
+    tied: Mapping[str, tuple[int, ...]],
+    summands: Iterable[str] = (),
+) -> GradientSync:
+    """The data axis of ``mesh.strategy``: replicated, or sharded by its ZeRO stage. ``summands``: see GradientSync."""
     stage = mesh.strategy.zero_stage
+    sync: GradientSync
     if mesh.data is None or stage == 0:
-        return Replicated(working, mesh, tied)
-    return Gathered(working, mesh, tied) if stage == 3 else Sharded(working, mesh, tied, every=stage == 2)
+        sync = Replicated(working, mesh, tied)
+    else:
+        sync = Gathered(working, mesh, tied) if stage == 3 else Sharded(working, mesh, tied, every=stage == 2)
+    sync.summands = tuple(summands)
+    return sync

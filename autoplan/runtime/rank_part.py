@@ -23,7 +23,7 @@ from autoplan.runtime.interpreter import MicroBatch, StageInterpreter
 from autoplan.runtime.randomness import Randomness
 from autoplan.runtime.state import FullTensors
 from autoplan.schedules import stage_actions
-from autoplan.sharding.placements import Placement, Shard
+from autoplan.sharding.placements import Copied, Placement, Shard
 
 
 class RankPart:
@@ -73,7 +73,8 @@ class RankPart:
             device=None if is_gathered(strategy) else device,
         )
         tied = {name: held for name, held in self._ownership.tied.items() if mesh.at.pipeline in held}
-        self.sync = gradient_sync(parameters, mesh, tied)
+        summands = [name for name in parameters if isinstance(graphs.placements.get(name), Copied)]
+        self.sync = gradient_sync(parameters, mesh, tied, summands)
         stage = install(graphs.stages[mesh.at.pipeline], self._ownership, self.sync.read, device)
         values = [value for s in graphs.stages for value in s.sends]
         self.interpreter = StageInterpreter(

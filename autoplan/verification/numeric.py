@@ -81,7 +81,14 @@ def subject_of(small: Small, plan: Plan, strategy: Strategy, sharding: Sharding 
     small_sharding = None
     if strategy.tensor > 1:
         like = sharding if sharding is not None and _corresponds(sharding, layers) else None
-        small_sharding = shard_model(captured, layers, degree=strategy.tensor, cluster=cluster, like=like)
+        small_sharding = shard_model(
+            captured,
+            layers,
+            degree=strategy.tensor,
+            cluster=cluster,
+            like=like,
+            sequence=strategy.sequence_parallel,
+        )
     return Subject(
         small=dataclasses.replace(small, example_inputs=example),
         capture=captured,

@@ -71,7 +71,10 @@ def build_programs(capture: Capture, layers: LayerGraph, plan: Plan, cluster: Cl
     stage = stage_of_node(plan, layers)
     sharded, placements, sharding = whole, {}, None
     if plan.strategy.tensor > 1:
-        sharding = shard_model(capture, layers, degree=plan.strategy.tensor, cluster=cluster)
+        strategy = plan.strategy
+        sharding = shard_model(
+            capture, layers, degree=strategy.tensor, cluster=cluster, sequence=strategy.sequence_parallel
+        )
         written = sharding_pass.shard_tensors(whole, sharding)
         sharded, placements = written.graph_module, written.parameters
         stage |= {name: stage[origin] for name, origin in written.origin.items() if origin in stage}

@@ -50,7 +50,8 @@ def train_alone(model: nn.Module, batches: list[Any], optimizer: Optimizer = ada
     losses, norms, gradients = [], [], []
     for batch in batches:
         stepper.zero_grad()
-        loss = model(**batch) if isinstance(batch, dict) else model(*batch)
+        output = model(**batch) if isinstance(batch, dict) else model(*batch)
+        loss = output if isinstance(output, Tensor) else output.loss
         loss.backward()
         losses.append(loss.item())
         norms.append(torch.nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM).item())
