@@ -110,6 +110,15 @@ def gradient_accumulation_s(elements: float, device: Device, *, bytes_per_elemen
     return _memory_s(3.0 * elements * bytes_per_element, device)
 
 
+def routing_s(routed_bytes: float, device: Device, *, local_experts: int, software: Software = EAGER) -> float:
+    """Seconds that a layer of experts costs beside its operators and its transfers, in one direction.
+
+    ``routed_bytes``: of all copies of tokens that this rank's ``local_experts`` get. What moves them, and what the host
+    does meanwhile, is in :mod:`autoplan.cost_models.software`."""
+    host = software.expert_wait_s + software.expert_launch_s * local_experts
+    return host + _memory_s(software.routed_passes * routed_bytes, device)
+
+
 def _samples(op: Operator, micro_batch: int) -> int:
     return micro_batch if op.batched else 1
 

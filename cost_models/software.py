@@ -23,10 +23,16 @@
 - ``step_s``: of the host, once a step, while the device waits: the norm for clipping is read back, an optimizer that is
   not fused goes over the tensors one by one. 30 ms in Composer of 2023: its steps of one micro-batch are longer than
   1/n of those of n by as much, whatever the model.
-- ``expert_overlap``: share of dispatch and combine that runs beside another micro-batch's compute.
-- ``expert_wait_s``: of the host, a layer with experts in each direction: routing without dropped tokens reads back how
-  many each expert got before it can launch the products, and the device runs dry. 3 ms in Megatron Bridge to 26.04:
-  Qwen3-30B's layers take 8.8, 12.6 and 22 ms with micro-batches of 1, 4 and 8, a constant and a slope. Graphs: 0.
+- ``expert_overlap``: share of dispatch and combine that runs beside another micro-batch's compute, where virtual
+  stages give a rank a second one to run (Megatron's combined forward and backward needs them).
+- ``expert_wait_s``, ``expert_launch_s``: of the host, a layer with experts in each direction: routing without dropped
+  tokens reads back how many each expert got before it can launch the products, and the device runs dry; then each
+  local expert's products and casts are launched one by one. 1 ms and 0.07 ms an expert in Megatron Bridge to 26.04
+  [Empirical: Qwen3-30B's layers take 8.8, 12.6 and 22 ms with micro-batches of 1, 4 and 8, a constant and a slope, and
+  32 local experts cost DeepSeek-V3 5 ms more than 4]. Graphs: 0.
+- ``routed_passes``: reads or writes of all routed rows, a layer in each direction, that no product and no activation
+  does: permuted, into and out of the dispatch buffers, sorted by expert, cast, and all of it back. 10 where each is a
+  kernel [Empirical], half of it where permutation and casts are fused into the products (since 26.06).
 """
 
 from __future__ import annotations
@@ -51,6 +57,8 @@ class Software:
     step_s: float = 0.0
     expert_overlap: float = 0.0
     expert_wait_s: float = 0.0
+    expert_launch_s: float = 0.0
+    routed_passes: float = 0.0
 
 
 EAGER = Software(name="eager")
@@ -69,7 +77,8 @@ ONEFLOW = Software(
     name="OneFlow (2021), fused element-wise kernels", element_wise_traffic=0.75, dispatch=0.6, data_overlap=False
 )
 DEEPSPEED_ZERO_3 = Software(name="DeepSpeed ZeRO-3 (2021)", data_links=0.092)
-DEEPSPEED_PIPELINE = Software(
+DEEPSPEED_2021 = Software(name="DeepSpeed pipeline engine, ZeRO-1 (2021)", data_overlap=False, data_links=0.17)
+DEEPSPEED_2022 = Software(
     name="DeepSpeed pipeline engine, ZeRO-1 (2022)", data_overlap=False, data_links=0.17, accumulation=3.0
 )
 TRANSFORMER_ENGINE = Software(
@@ -91,8 +100,10 @@ BRIDGE = Software(
     attention=1.5,
     tensor_overlap=0.8,
     accumulation=0.0,
-    expert_overlap=0.3,
-    expert_wait_s=3.0e-3,
+    expert_overlap=0.6,
+    expert_wait_s=1.0e-3,
+    expert_launch_s=7.0e-5,
+    routed_passes=10.0,
 )
 BRIDGE_GRAPHS = Software(
     name="Megatron Bridge (since 26.06), CUDA graphs",
@@ -101,5 +112,6 @@ BRIDGE_GRAPHS = Software(
     attention=1.5,
     tensor_overlap=0.8,
     accumulation=0.0,
-    expert_overlap=0.3,
+    expert_overlap=0.6,
+    routed_passes=5.0,
 )

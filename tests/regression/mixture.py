@@ -144,7 +144,8 @@ def _experts(shape: Shape, mixture: Mixture, row: float) -> tuple[Operator, ...]
     routed = k * row
     inner = routed * f / h
     shared = HALF * shape.seq * mixture.shared_ffn
-    added = (moving(shape, "add_bias", 2 * inner, 2 * inner), moving(shape, "clamp", 2 * inner, 2 * inner))
+    # A kernel an expert, of fp32 values: a bias is weighted by the router's fp32 probabilities, then cast and joined.
+    added = (moving(shape, "add_bias", 8 * inner, 8 * inner), moving(shape, "clamp", 2 * inner, 2 * inner))
     operators = (
         linear(shape, "router", mixture.experts, h, dtype=shape.half),
         moving(shape, "permute", routed, routed, kind="copy"),
@@ -152,7 +153,7 @@ def _experts(shape: Shape, mixture: Mixture, row: float) -> tuple[Operator, ...]
         *(added if mixture.biases else ()),
         moving(shape, "swiglu", 2 * inner, inner),
         _grouped(shape, mixture, "experts_down", h, f),
-        *((moving(shape, "add_bias", routed, routed),) if mixture.biases else ()),
+        *((moving(shape, "add_bias", 6 * routed, 6 * routed),) if mixture.biases else ()),
         moving(shape, "unpermute", routed, row, kind="copy"),
     )
     if not mixture.shared_ffn:

@@ -29,6 +29,7 @@ from autoplan.cost_models.compute import (
     operator_time,
     optimizer_step_s,
     recompute_s,
+    routing_s,
 )
 from autoplan.cost_models.data_parallel import DataParallelTime, data_parallel_time
 from autoplan.cost_models.memory import count_elements, recipe
@@ -38,7 +39,8 @@ from autoplan.cost_models.software import (
     BRIDGE_GRAPHS,
     COMPILED,
     COMPILED_ASYNC_TENSOR,
-    DEEPSPEED_PIPELINE,
+    DEEPSPEED_2021,
+    DEEPSPEED_2022,
     DEEPSPEED_ZERO_3,
     EAGER,
     EAGER_FLASH_1,
@@ -60,13 +62,14 @@ SOFTWARE = {
     "korthikanti2022": MEGATRON_2022,
     "nemo_24": TRANSFORMER_ENGINE,
     "llm_foundry": EAGER_FLASH_1,
-    "bloom_grid": DEEPSPEED_PIPELINE,
-    "bigscience_v100": DEEPSPEED_PIPELINE,
+    "bloom_grid": DEEPSPEED_2022,
+    "bigscience_v100": DEEPSPEED_2021,
 }
+DEEPSPEED = ("bloom_grid", "bigscience_v100")
 TRANSFORMER_ENGINES = ("nemo_24", "megatron_bridge")  # distributed optimizer and sequence parallelism by default
 NVLINK_DOMAIN = 64  # of 72 GPUs: jobs take powers of two
-WHOLE_SENDS = ("bloom_grid", "bigscience_v100", "dlperf_v100")
-PADDED = ("bloom_grid", "bigscience_v100")
+WHOLE_SENDS = (*DEEPSPEED, "dlperf_v100")
+PADDED = DEEPSPEED
 VOCABULARY_MULTIPLE = 128  # Megatron pads the table to this, times the tensor degree
 
 
@@ -76,6 +79,7 @@ class Run:
 
     id: str
     source: str
+    model: str  # as the source calls it
     cluster: Cluster
     shape: Shape
     strategy: Strategy
@@ -139,6 +143,7 @@ def _run(row: dict[str, str]) -> Run:
     return Run(
         id=row["id"],
         source="narayanan2021, ZeRO-3" if zero_of_2021 else row["source"],
+        model=row["model"],
         cluster=_cluster(row),
         shape=shape,
         strategy=strategy,
@@ -171,8 +176,10 @@ def _mixture(row: dict[str, str]) -> Mixture | None:
 def _software(row: dict[str, str]) -> Software:
     if row["source"] == "megatron_bridge":
         release = re.search(r'"(\d\d\.\d\d)', row["where_found"])
-        # Of 26.06 on, the tables of H100, B200 and B300 repeat 26.04's times; the rack-scale machines' recipes changed.
-        graphs = release and release[1] >= "26.06" and row["gpu"].startswith("GB")
+        # Of 26.06 on, the tables of H100, B200, B300 and Kimi K2 repeat 26.04's times; the other recipes of the
+        # rack-scale machines changed.
+        changed = row["gpu"].startswith("GB") and not row["model"].startswith("Kimi")
+        graphs = release and release[1] >= "26.06" and changed
         return BRIDGE_GRAPHS if graphs else BRIDGE
     if row["source"] in SOFTWARE:
         return SOFTWARE[row["source"]]
@@ -284,9 +291,12 @@ def _routing_time(run: Run, kind: LayerKind) -> OperatorTime:
     if run.mixture is None or len(kind.operators) <= 5:
         return OperatorTime()
     group = Group(size=run.mixture.parallel, stride=1)
-    seconds = dispatch_s(run.cluster, group, kind.input_bytes * run.strategy.micro_batch_size, topk=run.mixture.topk)
-    seconds *= 2 * (1 - run.software.expert_overlap)
-    seconds += run.software.expert_wait_s
+    row_bytes = kind.input_bytes * run.strategy.micro_batch_size
+    seconds = 2 * dispatch_s(run.cluster, group, row_bytes, topk=run.mixture.topk)
+    seconds *= 1 - (run.software.expert_overlap if run.virtual > 1 else 0.0)
+    seconds += routing_s(
+        run.mixture.topk * row_bytes, run.cluster.device, local_experts=run.mixture.local, software=run.software
+    )
     return OperatorTime(forward_s=seconds, backward_s=seconds)
 
 

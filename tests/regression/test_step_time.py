@@ -50,26 +50,47 @@ def test_step_times_by_source(errors: Errors, capsys: pytest.CaptureFixture[str]
         assert statistics.mean(sizes) <= ceilings[source]["mean"], source
 
 
-def test_order_inside_a_sweep_is_right(errors: Errors, capsys: pytest.CaptureFixture[str]) -> None:
-    """Over sequence lengths, GPUs, micro-batches and degrees of one model on one card, throughput ranks as published.
+def sweep_of(run: Run) -> str:
+    """What a sweep holds fixed: source, card, model (with or without token dropping, with or without multi-token
+    prediction), precision and the generation of software.
 
-    The BLOOM grid is one sweep: its 127 rows are the choices for one budget, of depth and width too. Inside one of its
-    models the published times differ by little more than their noise (5.6%), and no order can be right there.
+    What it varies is sequence length, GPUs, batches, degrees and recompute. The BLOOM grid is one sweep: its rows are
+    choices for one budget, of depth, width and the fp16 or bf16 optimizer too. (Inside one of its models the published
+    times differ by little more than their noise, 5.6%, and no order can be right there.)
     """
-    sweeps: dict[str, list[tuple[float, float]]] = defaultdict(list)
-    for source, pairs in errors.items():
+    if run.source == "bloom_grid":
+        return "bloom_grid"
+    software = run.software.name.partition(",")[0]
+    return f"{run.source} {run.cluster.device.name} {run.model} {run.shape.dtype}, {software}"
+
+
+def configuration_of(run: Run) -> tuple[object, ...]:
+    """What a user chose; runs of one configuration are repeats."""
+    return run.shape, run.strategy, run.virtual, run.recompute, run.cluster.gpus, run.mixture
+
+
+def test_order_inside_a_sweep_is_right(errors: Errors, capsys: pytest.CaptureFixture[str]) -> None:
+    """Throughput ranks as published inside each sweep of at least four configurations; repeats are averaged.
+
+    Fewer have no rank correlation between 0.5 and 1; those of three are printed and not held to anything.
+    """
+    sweeps: dict[str, dict[tuple[object, ...], list[tuple[float, float]]]] = defaultdict(lambda: defaultdict(list))
+    for pairs in errors.values():
         for error, run in pairs:
             seconds = run.step_time_s / (run.strategy.global_batch * run.shape.seq)
-            one = f"{run.cluster.device.name} {run.shape.layers} x {run.shape.hidden}"
-            sweeps[f"{source} {'grid' if source == 'bloom_grid' else one}"].append((seconds, seconds * (1 + error)))
-    ranked = {name: spearman(*zip(*pairs, strict=True)) for name, pairs in sweeps.items() if len(pairs) >= 8}
+            sweeps[sweep_of(run)][configuration_of(run)].append((seconds, seconds * (1 + error)))
+    ranked = {}
+    for name, configurations in sweeps.items():
+        means = [tuple(map(statistics.mean, zip(*repeats, strict=True))) for repeats in configurations.values()]
+        if len(means) >= 3:
+            ranked[name] = (len(means), spearman(*zip(*means, strict=True)))
     with capsys.disabled():
-        print("\n\nrank correlation inside a sweep")
-        print("\n".join(f"{name:<52}{len(sweeps[name]):>5}{value:>7.2f}" for name, value in ranked.items()))
-    floors = tomllib.loads((DATA / "ceilings.toml").read_text())["rank_below"]
-    for name, value in ranked.items():
-        assert value >= floors.get(name, 0.9), name
-    assert len(ranked) >= 20
+        print("\n\nrank correlation inside a sweep, configurations")
+        print("\n".join(f"{name:<98}{count:>4}{value:>7.2f}" for name, (count, value) in ranked.items()))
+    enough = {name: value for name, (count, value) in ranked.items() if count >= 4}
+    for name, value in enough.items():
+        assert value >= 0.9, name
+    assert len(enough) >= 25
 
 
 def spearman(xs: tuple[float, ...], ys: tuple[float, ...]) -> float:
