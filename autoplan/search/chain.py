@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from autoplan.layers.types import LayerGraph, LayerKind
 from autoplan.search.dag_transfers import Crossing, crossing, edge_bytes, is_chain
 from autoplan.search.pricing import KindCosts
-from autoplan.search.recompute import NOTHING, Choice, Frontier, extend, frontier
+from autoplan.search.recompute import NOTHING, Choice, Frontier, Relaxation, extend, frontier, hull
 
 Floats = NDArray[np.float64]
 Integers = NDArray[np.int64]
@@ -25,6 +25,8 @@ Integers = NDArray[np.int64]
 MOST_GROUPED_KINDS = 16
 # Windows that are tried as the highest to open while recomputing; all of them where no more kinds than this recompute.
 MOST_WINDOWS = 6
+# Prices of saved bytes that are told apart where recompute is bounded from below.
+MOST_SEGMENTS = 24
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -188,6 +190,15 @@ class Chain:
         one_hot[np.arange(self.layers) + 1, self.kinds] = 1
         return np.cumsum(one_hot, axis=0)
 
+    def spans_within(self, period_limit_s: float) -> tuple[Integers, Integers]:
+        """(first, end) of the spans whose period under the first policy is at most that, by end and then first."""
+        reach = np.arange(self.layers + 1)
+        from_first = np.searchsorted(self.period, self.period - period_limit_s)
+        lengths = np.maximum(reach - from_first, 0)
+        end = np.repeat(reach, lengths)
+        within = np.arange(len(end)) - np.repeat(np.cumsum(lengths) - lengths, lengths)
+        return np.repeat(from_first, lengths) + within, end
+
     def alike(self, first: Integers, end: Integers) -> tuple[Integers, Integers]:
         """Spans that hold the same layers of each kind and the same tied parameters cost the same: positions of one of
         each, and for every span which of those it is like."""
@@ -196,15 +207,11 @@ class Chain:
             return everyone, everyone
         columns = [self.counts[end] - self.counts[first]]
         if self.crossing is not None:
-            _, held = np.unique(self.crossing.held[first, end], return_inverse=True)
-            columns.append(held.reshape(-1, 1))
+            columns.append(np.unique(self.crossing.held[first, end], return_inverse=True)[1].reshape(-1, 1))
         for group in self.tied:
             held = [(first <= layer) & (layer < end) for layer in group.layers]
             columns.append(np.sum(held, axis=0)[:, None])
-        _, representatives, member = np.unique(
-            np.concatenate(columns, axis=1), axis=0, return_index=True, return_inverse=True
-        )
-        return representatives, member.reshape(-1)
+        return _distinct_rows(np.concatenate(columns, axis=1))
 
     def key(self, first: int, end: int) -> tuple[object, ...]:
         """What :meth:`frontier` knows a span by: its layers of each kind, or with many kinds the span itself."""
@@ -224,6 +231,31 @@ class Chain:
         if known is None:
             known = self._frontiers[(window, *key)] = self._frontier(key, window)
         return known
+
+    def relaxed(self, first: Integers, end: Integers) -> Relaxation:
+        """The least recompute of spans where layers may recompute in part: never more than the exact least."""
+        return Relaxation(
+            tuple(
+                (ratios, [capacity[end] - capacity[first] for capacity in capacities])
+                for ratios, capacities in self._segments
+            )
+        )
+
+    @cached_property
+    def _segments(self) -> tuple[tuple[list[float], list[Floats]], ...]:
+        """For each window seconds a byte, ascending, with prefix sums of the bytes that layers save at that price."""
+        answer = []
+        for choices in self._choices.values():
+            pieces = [(ratio, kind, saved) for kind, own in choices.items() for saved, ratio in hull(own)]
+            edges = _quantiles(sorted({ratio for ratio, _, _ in pieces}), MOST_SEGMENTS)
+            capacities = []
+            for low, high in zip(edges, (*edges[1:], math.inf), strict=True):
+                of_kind = [0.0] * len(self.costs)
+                for ratio, kind, saved in pieces:
+                    of_kind[kind] += saved if low <= ratio < high else 0.0
+                capacities.append(self.prefix(of_kind))
+            answer.append((edges, capacities))
+        return tuple(answer)
 
     def _frontier(self, key: tuple[object, ...], window: float) -> Frontier:
         choices = self._choices[window]
@@ -285,6 +317,23 @@ def _tied(graph: LayerGraph, kinds: tuple[LayerKind, ...]) -> tuple[Tied, ...]:
         for name, at in sorted(holders.items())
         if len(at) > 1
     )
+
+
+def _distinct_rows(columns: Integers) -> tuple[Integers, Integers]:
+    """Positions of one of each distinct row of counts, and for every row which of those it is like."""
+    radix = [1]
+    for most in columns.max(axis=0, initial=0):
+        radix.append(radix[-1] * (int(most) + 1))
+    keys = columns @ np.array(radix[:-1], dtype=np.int64) if radix[-1] < 2**62 else columns
+    _, positions, member = np.unique(keys, axis=0, return_index=True, return_inverse=True)
+    return positions, member.reshape(-1)
+
+
+def _quantiles(ascending: list[float], most: int) -> list[float]:
+    """At most so many of the values, the least among them."""
+    if len(ascending) <= most:
+        return ascending
+    return [ascending[k * len(ascending) // most] for k in range(most)]
 
 
 def _range_max(values: Floats) -> Floats:

@@ -19,22 +19,26 @@ anyone believes it, and a proof counts only where the exact dynamic program agre
 from __future__ import annotations
 
 import dataclasses
+import itertools
+import math
 from collections import defaultdict
 from dataclasses import dataclass
 
+import numpy as np
 import pulp
 
 from autoplan.search.solver import MilpFailure, Outcome, SolverName, available_solvers, solve
 from autoplan.search.split import (
     Arcs,
     Bounds,
+    Flags,
     Floats,
     Integers,
     Split,
     SplitProblem,
     bounds,
     evaluate,
-    least_sum,
+    least_path,
     shortest,
     useful_arcs,
 )
@@ -43,6 +47,8 @@ MILLISECONDS = 1e3
 TIME_LIMIT_S = 20.0
 # More arcs than this and the dynamic program is the quicker proof; it is exact too.
 MOST_ARCS = 20_000
+# Up to so many optimistic arcs are asked for at once; of more the best split's come first, as it bounds the others.
+MOST_ASKED = 512
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,26 +73,79 @@ def solve_split(
     time_limit_s: float | None = TIME_LIMIT_S,
 ) -> Solution | None:
     """The best split that costs at most ``cutoff_s``; None where nothing fits. ``solver`` None: dynamic program
-    alone."""
-    bound = bounds(problem)
-    if bound is None:
-        return None
-    return dataclasses.replace(_solve(problem, bound, cutoff_s, solver, time_limit_s), bound=bound)
+    alone.
+
+    Where periods are optimistic, the best split under them is asked for its exact cost, which bounds the arcs that a
+    better one can use; once they are few enough, all of them are asked.
+    """
+    upper: Split | None = None
+    while True:
+        bound = bounds(problem)
+        if bound is None:
+            return None
+        limit_s = min(cutoff_s, upper.value_s if upper else math.inf)
+        floor_s = bound.value_s(problem.micro_batches)
+        if floor_s > limit_s:
+            return Solution(split=upper, lower_bound_s=floor_s, proven_by="bound", bound=bound)
+        cuts = least_path(problem, period_at_most_s=bound.bottleneck_s)
+        assert cuts is not None
+        path = _arcs_of(problem, cuts)
+        known = _is_exact(problem, path)
+        if not known:
+            problem = _refined(problem, path)
+        found = evaluate(problem, cuts)
+        if found.value_s <= limit_s:
+            upper = found
+        limit_s = min(limit_s, found.value_s)
+        if not known and not math.isfinite(limit_s):
+            continue
+        arcs = useful_arcs(problem, bound, value_at_most_s=limit_s)
+        asked = _arcs_asked(problem, arcs)
+        if _is_exact(problem, asked):
+            answer = _solve(problem, bound, arcs, upper, cutoff_s, solver, time_limit_s)
+            return dataclasses.replace(answer, bound=bound)
+        if known or np.count_nonzero(asked) <= MOST_ASKED:
+            problem = _refined(problem, asked)
+
+
+def _is_exact(problem: SplitProblem, arcs: Flags) -> bool:
+    """Whether [S, n] ``arcs`` cost what the problem says."""
+    return problem.exact is None or bool(problem.exact[arcs].all())
+
+
+def _refined(problem: SplitProblem, arcs: Flags) -> SplitProblem:
+    if problem.refine is None:
+        raise ValueError("a problem with optimistic arcs has to know how to refine them")
+    return problem.refine(arcs)
+
+
+def _arcs_of(problem: SplitProblem, cuts: tuple[int, ...]) -> Flags:
+    """[S, n] the arcs of a split."""
+    chosen = np.zeros(problem.period_s.shape, dtype=bool)
+    chosen[np.arange(problem.stages), [problem.column(i, j) for i, j in itertools.pairwise(cuts)]] = True
+    return chosen
+
+
+def _arcs_asked(problem: SplitProblem, arcs: Arcs) -> Flags:
+    """[S, n] the same arcs as flags."""
+    asked = np.zeros(problem.period_s.shape, dtype=bool)
+    asked[arcs.stage, arcs.span] = True
+    return asked
 
 
 def _solve(
-    problem: SplitProblem, bound: Bounds, cutoff_s: float, solver: SolverName | None, time_limit_s: float | None
+    problem: SplitProblem,
+    bound: Bounds,
+    arcs: Arcs,
+    upper: Split | None,
+    cutoff_s: float,
+    solver: SolverName | None,
+    time_limit_s: float | None,
 ) -> Solution:
-    floor_s = bound.value_s(problem.micro_batches)
-    if floor_s > cutoff_s:
-        return Solution(split=None, lower_bound_s=floor_s, proven_by="bound")
-    first = least_sum(problem, period_at_most_s=bound.bottleneck_s)
-    upper = first if first is not None and first.value_s <= cutoff_s else None
-    arcs = useful_arcs(problem, bound, value_at_most_s=upper.value_s if upper else cutoff_s)
     best = shortest(problem, bound, arcs, upper=upper)
     if best is None or best.value_s > cutoff_s:
         return Solution(split=None, lower_bound_s=cutoff_s, proven_by="dynamic program")
-    if best.value_s <= floor_s * (1 + 1e-12):
+    if best.value_s <= bound.value_s(problem.micro_batches) * (1 + 1e-12):
         return Solution(split=best, lower_bound_s=best.value_s, proven_by="bound")
     if solver is None or len(arcs) > MOST_ARCS:
         return Solution(split=best, lower_bound_s=best.value_s, proven_by="dynamic program")

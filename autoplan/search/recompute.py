@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 
@@ -62,6 +63,11 @@ class Frontier:
         at = bisect_left(saved, deficit_bytes)
         return extra[at] if at < len(extra) else math.inf
 
+    def least_extras_s(self, deficit_bytes: Floats) -> Floats:
+        """The same for many deficits."""
+        at = np.searchsorted(self.saved_bytes, deficit_bytes)
+        return np.where(at < len(self.extra_s), self.extra_s[np.minimum(at, len(self.extra_s) - 1)], math.inf)
+
     def counts(self, deficit_bytes: float) -> dict[int, dict[str, int]]:
         """For each kind how many of its layers follow each policy (those that keep everything left out)."""
         at = bisect_left(self._lists[0], deficit_bytes)
@@ -76,6 +82,42 @@ class Frontier:
 
 
 NOTHING = Frontier(np.zeros(1), np.zeros(1), ())
+
+
+@dataclass(frozen=True, slots=True)
+class Relaxation:
+    """The least recompute of many spans if layers could recompute in part: of a window at a time, seconds a byte saved
+    (ascending) and, for each of those, the bytes that every span can save at that price."""
+
+    windows: tuple[tuple[list[float], list[Floats]], ...]
+
+    def least_extra_s(self, deficit_bytes: Sequence[Floats]) -> Floats:
+        """Seconds for every span, the least over windows, where ``deficit_bytes`` has one entry a window."""
+        best = np.full(len(deficit_bytes[0]) if deficit_bytes else 0, math.inf)
+        for (ratios, capacities), deficit in zip(self.windows, deficit_bytes, strict=True):
+            rest, extra = np.maximum(deficit, 0.0), np.zeros(len(deficit))
+            for ratio, capacity in zip(ratios, capacities, strict=True):
+                taken = np.minimum(rest, capacity)
+                extra += ratio * taken
+                rest = rest - taken
+            # A hair for the rounding of sums: what is bounded from below must never be above.
+            short = rest > 1e-9 * np.maximum(deficit, 1.0)
+            best = np.minimum(best, np.where(short, math.inf, extra * (1 - 1e-9)))
+        return best
+
+
+def hull(choices: Sequence[Choice]) -> list[tuple[float, float]]:
+    """What a layer of these choices saves if it may follow several in part: (bytes, seconds a byte) one after another,
+    at rising prices. The lower convex hull of (0, 0) and the choices."""
+    pieces: list[tuple[float, float]] = []
+    saved = extra = 0.0
+    while True:
+        onward = [c for c in choices if c.saved_bytes > saved]
+        if not onward:
+            return pieces
+        best = min(onward, key=lambda c: ((c.extra_s - extra) / (c.saved_bytes - saved), -c.saved_bytes))
+        pieces.append((best.saved_bytes - saved, max(0.0, best.extra_s - extra) / (best.saved_bytes - saved)))
+        saved, extra = best.saved_bytes, max(extra, best.extra_s)
 
 
 def frontier(counts: tuple[tuple[int, int], ...], choices: dict[int, tuple[Choice, ...]]) -> Frontier:

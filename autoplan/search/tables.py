@@ -37,9 +37,18 @@ from autoplan.search.timing import StageTimes
 
 Floats = NDArray[np.float64]
 Integers = NDArray[np.int64]
+Flags = NDArray[np.bool_]
 
 # Kept free of what the device has, against the rounding of sums.
 MARGIN = 1e-6
+
+
+def runs(values: Integers) -> list[Integers]:
+    """Positions of each distinct value, a value at a time."""
+    if not len(values):
+        return []
+    order = np.argsort(values, kind="stable")
+    return np.split(order, np.nonzero(np.diff(values[order]))[0] + 1)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,24 +64,72 @@ class Tables:
     usable_bytes: float
     period_limit_s: float = math.inf
     only: tuple[tuple[int, int], ...] | None = None
-    _by_flight: dict[int, Floats] = field(default_factory=dict, init=False)
-    _by_stage: dict[int, StageTable] = field(default_factory=dict, init=False)
     _by_boundary: dict[int, Floats] = field(default_factory=dict, init=False)
 
     def problem(self) -> SplitProblem:
-        """The split problem of this strategy."""
+        """The split problem of this strategy, its recompute optimistic until asked for."""
+        extra = self._optimistic
+        return self._problem(extra, (extra == 0) | np.isinf(extra))
+
+    def _problem(self, extra: Floats, exact: Flags) -> SplitProblem:
+        """The split problem where [S, R] rows recompute for ``extra`` seconds, at least or ``exact``-ly."""
+        period = np.take(self.base_period + extra, self._alike[2], axis=1)
+        period[self._illegal] = math.inf
+        cost = period + self._sends
+
+        def refine(arcs: Flags) -> SplitProblem:
+            asked = np.zeros(exact.shape, dtype=bool)
+            stage, span = np.nonzero(arcs)
+            asked[stage, self._alike[2][span]] = True
+            stage, row = np.nonzero(asked & ~exact)
+            better = extra.copy()
+            better[stage, row] = self._least_extra(row, self._flights[stage])
+            return self._problem(better, exact | asked)
+
+        first, end = self.spans
         return SplitProblem(
             layers=self.chain.layers,
             stages=self.strategy.pipeline,
             micro_batches=self.strategy.micro_batches,
-            table=self.table,
+            first=first,
+            end=end,
+            period_s=period if self.strategy.schedule == "gpipe" else cost,
+            cost_s=cost,
+            tail_s=np.broadcast_to(self.tail[self._alike[2]], cost.shape),
+            exact=np.take(exact, self._alike[2], axis=1),
+            refine=refine,
         )
 
     def table(self, stage: int) -> StageTable:
-        """Arcs of ``stage``, remembered."""
-        if stage not in self._by_stage:
-            self._by_stage[stage] = self._build(stage)
-        return self._by_stage[stage]
+        """All arcs of ``stage``, exactly."""
+        problem = self.problem()
+        asked = np.zeros(problem.period_s.shape, dtype=bool)
+        asked[stage] = True
+        assert problem.refine is not None
+        problem = problem.refine(asked)
+        kept = np.isfinite(problem.period_s[stage])
+        where = problem.first[kept], problem.end[kept]
+        columns = (problem.period_s[stage], problem.cost_s[stage], problem.tail_s[stage])
+        return StageTable(*(self._dense(where, values[kept]) for values in columns))
+
+    @cached_property
+    def _flights(self) -> Integers:
+        """[S] micro-batches that each stage holds."""
+        return np.array([self.in_flight(stage) for stage in range(self.strategy.pipeline)])
+
+    @cached_property
+    def _sends(self) -> Floats:
+        """[S, n] seconds a micro-batch that every span receives and sends on each stage."""
+        return np.stack([self.sends_around(stage) for stage in range(self.strategy.pipeline)])
+
+    @cached_property
+    def _illegal(self) -> Flags:
+        """[S, n] arcs that are none: the first stage starts with the first layer, the last ends with the last, and no
+        other touches them."""
+        first, end = self.spans
+        stage = np.arange(self.strategy.pipeline)[:, None]
+        ends = (end == self.chain.layers) == (stage == self.strategy.pipeline - 1)
+        return ~(((first == 0) == (stage == 0)) & ends)
 
     @cached_property
     def _alike(self) -> tuple[Integers, Integers, Integers]:
@@ -173,17 +230,16 @@ class Tables:
 
     @cached_property
     def spans(self) -> tuple[Integers, Integers]:
-        """(first, end) of every span that may be a stage, by first and then end."""
+        """(first, end) of every span that may be a stage, by end and then first."""
         layers, stages = self.chain.layers, self.strategy.pipeline
         if self.only is not None:
             first, end = np.array(self.only, dtype=np.int64).reshape(-1, 2).T
             return first, end
         if stages == 1:
             return np.array([0]), np.array([layers])
-        period = self.chain.period
-        first, end = np.nonzero(period[None, :] - period[:, None] <= self.period_limit_s)
+        first, end = self.chain.spans_within(self.period_limit_s)
         # Other stages need a layer each; with two stages a span touches one end of the model.
-        kept = (end > first) & (end - first <= layers - stages + 1)
+        kept = end - first <= layers - stages + 1
         if stages == 2:
             kept &= (first == 0) | (end == layers)
         return first[kept], end[kept]
@@ -238,38 +294,50 @@ class Tables:
 
     def extra(self, in_flight: int) -> Floats:
         """For every row the least recompute seconds that fit; inf where nothing does."""
-        if in_flight not in self._by_flight:
-            rows = np.arange(len(self.rows[0]))
-            self._by_flight[in_flight] = self._least_extra(rows, np.full(len(rows), in_flight))
-        return self._by_flight[in_flight]
+        rows = np.arange(len(self.rows[0]))
+        return self._least_extra(rows, np.full(len(rows), in_flight))
+
+    @cached_property
+    def _saved(self) -> Floats:
+        """[R] bytes that a micro-batch leaves for the backward under the first policy."""
+        first, end = self.rows
+        return self.chain.saved[end] - self.chain.saved[first] + self.chain.held(first, end)
+
+    @cached_property
+    def _opened(self) -> Floats:
+        """[R] the window of a forced policy."""
+        first, end = self.rows
+        return self.chain.first_window[first, end]
+
+    @cached_property
+    def _optimistic(self) -> Floats:
+        """[S, R] no more recompute seconds than fit: layers may recompute in part."""
+        room, step = self._moment_bytes
+        flights = self._flights[:, None]
+        fits = flights * self._saved + self._opened <= room
+        extra = np.where(fits, step, math.inf)
+        stage, row = np.nonzero(~fits & np.isfinite(step))
+        if len(row) and self.chain.windows:
+            saving = self.chain.relaxed(*(ends[row] for ends in self.rows))
+            left = [self._saved[row] - (room[row] - w) / self._flights[stage] for w in self.chain.windows]
+            extra[stage, row] = saving.least_extra_s(left)
+        return extra
 
     def _least_extra(self, rows: Integers, in_flight: Integers) -> Floats:
         """The least recompute seconds of ``rows`` with as many micro-batches in flight."""
         first, end = self.rows[0][rows], self.rows[1][rows]
         chain = self.chain
         room, step = (values[rows] for values in self._moment_bytes)
-        held = chain.held(first, end)
-        saved = chain.saved[end] - chain.saved[first] + held
-        extra = np.where(in_flight * saved + chain.first_window[first, end] <= room, step, math.inf)
-        least = chain.least_saved[end] - chain.least_saved[first] + held
-        for row in np.nonzero(~np.isfinite(extra) & np.isfinite(step) & (in_flight * least <= room))[0]:
-            key = chain.key(int(first[row]), int(end[row]))
+        saved = self._saved[rows]
+        extra = np.where(in_flight * saved + self._opened[rows] <= room, step, math.inf)
+        short = np.nonzero(~np.isfinite(extra) & np.isfinite(step))[0]
+        for of_row in runs(rows[short]):
+            some = short[of_row]
+            key = chain.key(int(first[some[0]]), int(end[some[0]]))
             for window in chain.windows:
-                deficit = float(saved[row]) - (float(room[row]) - window) / int(in_flight[row])
-                extra[row] = min(extra[row], chain.frontier(key, window).least_extra_s(deficit))
+                deficit = saved[some] - (room[some] - window) / in_flight[some]
+                extra[some] = np.minimum(extra[some], chain.frontier(key, window).least_extras_s(deficit))
         return extra
-
-    def _build(self, stage: int) -> StageTable:
-        first, end = self.spans
-        member, strategy, last = self._alike[2], self.strategy, self.strategy.pipeline - 1
-        period = (self.base_period + self.extra(self.in_flight(stage)))[member]
-        cost = period + self.sends_around(stage)
-        if strategy.schedule != "gpipe":
-            period = cost
-        # The first stage starts with the first layer, the last ends with the last, and no other touches them.
-        legal = np.isfinite(period) & ((first == 0) == (stage == 0)) & ((end == self.chain.layers) == (stage == last))
-        where = first[legal], end[legal]
-        return StageTable(*(self._dense(where, values[legal]) for values in (period, cost, self.tail[member])))
 
     def _dense(self, where: tuple[Integers, Integers], values: Floats) -> Floats:
         answer = np.full((self.chain.layers + 1, self.chain.layers + 1), math.inf)
