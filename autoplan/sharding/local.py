@@ -66,12 +66,14 @@ def local_kind(
 def _with_gathered(
     view: LayerView, operators: tuple[Operator, ...], converted: Sequence[tuple[Node, Step, Node]]
 ) -> tuple[Operator, ...]:
-    """``operators``; one that gathers another layer's share for its product keeps the whole of it."""
+    """``operators``; one that gathers a share for its product keeps the whole of it. (Where the share's maker is said
+    to keep it, that is the whole already: see ``whole`` of :func:`local_operator`.)"""
     position = {node: index for index, node in enumerate(view.nodes)}
     found = list(operators)
     for value, step, reader in converted:
         at = position[reader]
-        if value not in position and isinstance(step.source, Shard) and found[at].gemm is not None:
+        kept_by_maker = value in position and found[position[value]].saved_bytes > 0
+        if isinstance(step.source, Shard) and found[at].gemm is not None and not kept_by_maker:
             kept = found[at].saved_bytes + view.bytes_of(value)[0]
             found[at] = dataclasses.replace(found[at], saved_bytes=kept)
     return tuple(found)
