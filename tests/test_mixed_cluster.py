@@ -236,14 +236,22 @@ def check_figures(figures: dict[str, Any]) -> None:
             assert 1e12 / value < math.inf
 
 
-@settings(max_examples=2000, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.one_of(fields, mixed))
 def test_a_file_is_a_cluster_or_an_error_that_says_why(tmp_path: Path, described: dict[str, Any]) -> None:
     text = "\n".join(f"{key} = {toml(value)}" for key, value in described.items())
     check_is_one_or_says_why(write(tmp_path, text))
 
 
-@settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@pytest.mark.wide
+@settings(max_examples=2500, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.one_of(fields, mixed))
+def test_2500_files_are_clusters_or_errors_that_say_why(tmp_path: Path, described: dict[str, Any]) -> None:
+    text = "\n".join(f"{key} = {toml(value)}" for key, value in described.items())
+    check_is_one_or_says_why(write(tmp_path, text))
+
+
+@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.binary(max_size=60))
 def test_any_bytes_are_refused_in_words(tmp_path: Path, content: bytes) -> None:
     path = tmp_path / "cluster.toml"
@@ -251,7 +259,7 @@ def test_any_bytes_are_refused_in_words(tmp_path: Path, content: bytes) -> None:
     check_is_one_or_says_why(path)
 
 
-@settings(max_examples=500, deadline=None)
+@settings(max_examples=200, deadline=None)
 @given(
     st.one_of(
         st.text(max_size=30),

@@ -6,21 +6,22 @@ import dataclasses
 import math
 import time
 
-from autoplan.plan import Certificate, ClusterSummary, ModelSummary, Plan
+from autoplan.plan import Certificate, ClusterSummary, Plan
 from autoplan.search.axes import axes
 from autoplan.search.cases import case
 from autoplan.search.engine import TOLERANCE, Engine, Found
 from autoplan.search.evaluate import Evaluation, evaluate_decision, plan_stages, predicted
 from autoplan.search.families import alternatives, best_of_families, family_of
+from autoplan.search.heterogeneous_plan import plan_of_groups
 from autoplan.search.infeasible import infeasible
 from autoplan.search.milp import default_solver
 from autoplan.search.problem import Problem
 from autoplan.search.solver import SolverName
 from autoplan.search.space import open_space
+from autoplan.search.summaries import assumptions, model_summary
 
 # Relative difference between the cost that was searched for and that of the final plan.
 MOST_APART = 1e-6
-_OVERLAP = "communication is priced as if no compute hid it; gradients are synchronised beside the last backward"
 
 
 def search(problem: Problem, *, time_limit_s: float | None = None, solver: SolverName | str | None = "auto") -> Plan:
@@ -49,14 +50,23 @@ def _answer(problem: Problem, time_limit_s: float | None, solver: SolverName | s
     started = time.perf_counter()
     deadline = math.inf if time_limit_s is None else time.monotonic() + time_limit_s
     chosen_solver: SolverName | None = default_solver() if solver == "auto" else solver  # type: ignore[assignment]
-    engine = Engine(space=open_space(problem), solver=chosen_solver, deadline=deadline)
-    found = engine.run(tolerance)
-    if found is None:
-        raise infeasible(engine)
-    evaluation = evaluate_decision(engine.space, found.chosen.strategy, found.chosen.cuts)
-    _check_cost(found, evaluation)
-    plan = _plan(engine, found, evaluation)
+    if problem.cluster.groups:
+        plan = plan_of_groups(problem, solver=chosen_solver, deadline=deadline, tolerance=tolerance, planned=_planned)
+    else:
+        engine = Engine(space=open_space(problem), solver=chosen_solver, deadline=deadline)
+        found = engine.run(tolerance)
+        if found is None:
+            raise infeasible(engine)
+        plan = _planned(engine, found)
     return dataclasses.replace(plan, seconds={"search": round(time.perf_counter() - started, 3)})
+
+
+def _planned(engine: Engine, found: Found) -> Plan:
+    """The plan of what a search on one kind of GPUs found, priced again."""
+    chosen = found.chosen
+    evaluation = evaluate_decision(engine.space, chosen.strategy, chosen.cuts)
+    _check_cost(found, evaluation)
+    return _plan(engine, found, evaluation)
 
 
 def _check_cost(found: Found, evaluation: Evaluation) -> None:
@@ -82,7 +92,7 @@ def _plan(engine: Engine, found: Found, evaluation: Evaluation) -> Plan:
         global_batch=problem.global_batch,
         precision=problem.precision,
         optimizer=problem.optimizer,
-        model=_model(problem),
+        model=model_summary(problem),
         cluster=_cluster(problem),
         strategy=strategy,
         forced=dict(problem.forced),
@@ -92,20 +102,7 @@ def _plan(engine: Engine, found: Found, evaluation: Evaluation) -> Plan:
         case=case(problem, evaluation, families),
         axes=axes(space, evaluation),
         alternatives=alternatives(families, evaluation, forced=bool(problem.forced)),
-        assumptions=(*problem.assumptions, _OVERLAP) if strategy.data > 1 else problem.assumptions,
-    )
-
-
-def _model(problem: Problem) -> ModelSummary:
-    layers = problem.layers
-    return ModelSummary(
-        name=layers.name,
-        parameters=layers.parameters,
-        trainable_parameters=layers.trainable_parameters,
-        tokens_per_sample=layers.tokens_per_sample,
-        dtype=layers.dtype,
-        layers=tuple(layer.name for layer in layers.layers),
-        fingerprint=layers.fingerprint,
+        assumptions=assumptions(problem, strategy),
     )
 
 

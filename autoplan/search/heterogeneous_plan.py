@@ -1,0 +1,314 @@
+"""A plan on several kinds of GPUs: which group runs which stage, which GPUs idle and why."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+
+from autoplan.cluster import Cluster
+from autoplan.plan import Alternative, Axis, Certificate, ClusterSummary, GroupSummary, Plan, Predicted, Stage
+from autoplan.search.axes import axes
+from autoplan.search.engine import Engine, Found
+from autoplan.search.evaluate import Evaluation, plan_stages, predicted
+from autoplan.search.families import gib
+from autoplan.search.heterogeneous import Alone, Searched, search_groups, usable_groups
+from autoplan.search.heterogeneous_engine import MixedDecision, MixedEngine, MixedFound, evaluate_layout
+from autoplan.search.problem import Problem
+from autoplan.search.shortfall import nearest
+from autoplan.search.solver import SolverName
+from autoplan.search.summaries import assumptions, model_summary
+
+Planned = Callable[[Engine, Found], Plan]
+ACROSS = "pipeline across kinds"
+
+
+def plan_of_groups(
+    problem: Problem, *, solver: SolverName | None, deadline: float, tolerance: float, planned: Planned
+) -> Plan:
+    """The plan for a cluster with groups; ``planned`` makes the plan of a search on one kind. Raises as
+    :func:`autoplan.search.search`."""
+    searched = search_groups(problem, solver=solver, deadline=deadline, tolerance=tolerance)
+    chosen = searched.chosen(tolerance)
+    if isinstance(chosen, MixedFound):
+        plan, ranks = _across(searched, chosen)
+    else:
+        plan, ranks = _alone(searched, chosen, planned)
+    plan = dataclasses.replace(
+        plan,
+        gpus=searched.problem.cluster.gpus,
+        cluster=_summary(searched.problem.cluster, ranks),
+        alternatives=(*_others(searched, chosen, plan), *plan.alternatives),
+        certificate=_certificate(searched, plan),
+    )
+    return dataclasses.replace(
+        plan, case=_case(searched, chosen, plan), assumptions=(*_notes(searched, plan), *plan.assumptions)
+    )
+
+
+# ---------------------------------------------------------------------------------------------- who runs which stage
+
+
+def _alone(searched: Searched, chosen: Alone, planned: Planned) -> tuple[Plan, list[int]]:
+    """The plan of the search on one kind, and the group of every rank."""
+    if chosen.found is None:
+        raise ValueError(f"{chosen.name}: nothing was found")
+    plan = planned(chosen.engine, chosen.found)
+    clusters = searched.problem.cluster.groups
+    ranks = [g for g in chosen.groups for _ in range(clusters[g].gpus)][: plan.gpus_used]
+    width, pipeline = plan.gpus_used // plan.strategy.pipeline, plan.strategy.pipeline
+    devices = []
+    for index in range(len(plan.stages)):
+        first = index % pipeline * width
+        devices.append(" + ".join(clusters[g].name for g in dict.fromkeys(ranks[first : first + width])))
+    stages = tuple(dataclasses.replace(s, device=d) for s, d in zip(plan.stages, devices, strict=True))
+    return dataclasses.replace(plan, stages=stages), ranks
+
+
+def _across(searched: Searched, found: MixedFound) -> tuple[Plan, list[int]]:
+    """The plan of a pipeline across groups, and the group of every rank."""
+    space, problem, chosen = searched.space, searched.problem, found.chosen
+    evaluation = evaluate_layout(space, chosen.strategy, chosen.seats, chosen.cuts)
+    on = [space.groups[seat.group] for seat in chosen.seats]
+    width = chosen.strategy.data * chosen.strategy.tensor
+    plan = Plan(
+        gpus=problem.cluster.gpus,
+        gpus_used=chosen.strategy.gpus,
+        global_batch=problem.global_batch,
+        precision=problem.precision,
+        optimizer=problem.optimizer,
+        model=model_summary(problem),
+        cluster=_summary(problem.cluster, []),
+        strategy=chosen.strategy,
+        forced=dict(problem.forced),
+        stages=_stages(problem.cluster, evaluation, on),
+        predicted=_predicted(searched, evaluation, chosen),
+        certificate=_own_certificate(found, evaluation),
+        case="",
+        axes=_axes(searched, evaluation, chosen),
+        alternatives=(),
+        assumptions=assumptions(problem, chosen.strategy),
+    )
+    return plan, [group for group in on for _ in range(width)]
+
+
+def _stages(cluster: Cluster, evaluation: Evaluation, on: list[int]) -> tuple[Stage, ...]:
+    names = (cluster.groups[group].name for group in on)
+    return tuple(dataclasses.replace(s, device=name) for s, name in zip(plan_stages(evaluation), names, strict=True))
+
+
+def _bottleneck(evaluation: Evaluation, chosen: MixedDecision) -> int:
+    """The group of the stage with the longest period."""
+    return chosen.seats[evaluation.stages.index(evaluation.bottleneck)].group
+
+
+def _predicted(searched: Searched, evaluation: Evaluation, chosen: MixedDecision) -> Predicted:
+    """The step in figures, with the peak of every GPU that is used counted in its model FLOPs utilisation."""
+    spaces = searched.space.spaces
+    each = [predicted(spaces[seat.group], evaluation) for seat in chosen.seats]
+    return dataclasses.replace(
+        predicted(spaces[_bottleneck(evaluation, chosen)], evaluation), mfu=len(each) / sum(1 / p.mfu for p in each)
+    )
+
+
+def _axes(searched: Searched, evaluation: Evaluation, chosen: MixedDecision) -> tuple[Axis, ...]:
+    """Rows of the stage with the longest period; the pipeline's link is the slowest between groups."""
+    space = searched.space
+    rows = axes(space.spaces[_bottleneck(evaluation, chosen)], evaluation)
+    links = [space.link(seat.before, seat.group) for seat in chosen.seats[1:] if seat.before != seat.group]
+    slowest = min(links, key=lambda link: link.bytes_per_s, default=None)
+    if slowest is None:
+        return rows
+    return tuple(dataclasses.replace(row, link=slowest.name) if row.name == "pipeline" else row for row in rows)
+
+
+def _summary(cluster: Cluster, ranks: list[int]) -> ClusterSummary:
+    return ClusterSummary(
+        spec=cluster.spec,
+        device=cluster.device.name,
+        nodes=cluster.nodes,
+        gpus_per_node=cluster.gpus_per_node,
+        memory_bytes=max(group.device.memory_bytes for group in cluster.groups),
+        groups=tuple(
+            GroupSummary(
+                name=group.name,
+                device=group.device.name,
+                nodes=group.nodes,
+                gpus_per_node=group.gpus_per_node,
+                memory_bytes=group.device.memory_bytes,
+                gpus_used=ranks.count(index),
+                first_rank=ranks.index(index) if index in ranks else 0,
+            )
+            for index, group in enumerate(cluster.groups)
+        ),
+    )
+
+
+# --------------------------------------------------------------------------------------------------------- the proof
+
+
+def _own_certificate(found: MixedFound, evaluation: Evaluation) -> Certificate:
+    return Certificate(
+        status="optimal" if found.proven else "feasible",
+        lower_bound_s=0.0,
+        gap=0.0,
+        considered=0,
+        pruned_by_memory=0,
+        pruned_by_bound=0,
+        solved=0,
+        solver=found.chosen.proven_by,
+        objective_s=evaluation.objective_s,
+    )
+
+
+def _certificate(searched: Searched, plan: Plan) -> Certificate:
+    """What holds for every way to use the cluster together."""
+    founds = searched.founds
+    counts = [found.counts for found in founds]
+    if searched.across is None:
+        counts.append(searched.engine.counts())
+    proven = all(found.proven for found in founds)
+    best = min(founds, key=lambda found: found.best.value_s).best
+    floor_s = min(found.lower_bound_s for found in founds)
+    step_s = plan.predicted.step_time_s
+    # What no pipeline that was left out can beat is known by its bound in closed form only.
+    simulated_s = min(step_s, *(found.simulated_bound_s for found in founds), searched.engine.left_out_s())
+    return dataclasses.replace(
+        plan.certificate,
+        status="optimal" if proven else "feasible",
+        lower_bound_s=simulated_s,
+        gap=0.0 if proven else max(0.0, 1 - floor_s / best.value_s),
+        considered=sum(count.considered for count in counts),
+        pruned_by_memory=sum(count.pruned_by_memory for count in counts),
+        pruned_by_bound=sum(count.pruned_by_bound for count in counts),
+        solved=sum(count.solved for count in counts),
+        best_s=best.value_s,
+        objective_bound_s=floor_s,
+        simulated_gap=1 - simulated_s / step_s if step_s else 0.0,
+        confirmed=sum(found.confirmed for found in founds),
+    )
+
+
+# ------------------------------------------------------------------------------------------------------- the reasons
+
+
+def _others(searched: Searched, chosen: Alone | MixedFound, plan: Plan) -> tuple[Alternative, ...]:
+    """The ways to use the cluster that lost, each with its reason."""
+    rows = [_one_kind(searched, each, plan) for each in searched.alone if each is not chosen]
+    if not isinstance(chosen, MixedFound):
+        rows.append(_pipeline(searched, plan))
+    return tuple(row for row in rows if row is not None)
+
+
+def _one_kind(searched: Searched, way: Alone, plan: Plan) -> Alternative | None:
+    if way.found is not None:
+        decision = way.found.fastest
+        why = _pace(decision.simulated_s, plan) + (
+            ": every GPU is taken at the pace of the weakest" if len(way.groups) > 1 else ": the other GPUs idle"
+        )
+        return Alternative(
+            family=way.name,
+            strategy=decision.strategy,
+            step_time_s=decision.simulated_s,
+            peak_memory_bytes=0.0,
+            short_by_bytes=0.0,
+            why_not=why,
+        )
+    short = nearest(way.engine)
+    if short is None:
+        return None
+    where = f" on stage {short.stage}" if short.strategy.pipeline > 1 else ""
+    term = short.largest_term
+    return Alternative(
+        family=way.name,
+        strategy=short.strategy,
+        step_time_s=None,
+        peak_memory_bytes=short.peak_bytes,
+        short_by_bytes=max(0.0, short.short_bytes),
+        why_not=f"does not fit: {gib(short.short_bytes)} too much{where}; the largest term is "
+        f"{term.replace('_', ' ')}, {gib(short.terms[term])}",
+    )
+
+
+def _pipeline(searched: Searched, plan: Plan) -> Alternative | None:
+    decision = _best_pipeline(searched)
+    if decision is None:
+        return None
+    uneven = ": stages wait for each other and for the links between kinds"
+    return Alternative(
+        family=ACROSS,
+        strategy=decision.strategy,
+        step_time_s=decision.simulated_s,
+        peak_memory_bytes=0.0,
+        short_by_bytes=0.0,
+        why_not=_pace(decision.simulated_s, plan) + uneven,
+    )
+
+
+def _best_pipeline(searched: Searched) -> MixedDecision | None:
+    if searched.across is not None:
+        return searched.across.fastest
+    return MixedEngine(space=searched.space, solver=None).glance()
+
+
+def _pace(step_s: float, plan: Plan) -> str:
+    ratio = step_s / plan.predicted.step_time_s
+    if ratio < 0.9995:
+        return f"{(1 - ratio) * 100:.1f}% faster, for more parallelism"
+    if ratio < 1.0005:
+        return "equally fast"
+    return f"{(ratio - 1) * 100:.1f}% slower" if ratio < 2 else f"{ratio:.1f} times as long"
+
+
+def _case(searched: Searched, chosen: Alone | MixedFound, plan: Plan) -> str:
+    idle = [group for group in plan.cluster.groups if not group.gpus_used]
+    if isinstance(chosen, MixedFound):
+        forced = ", ".join(f"{key} {value}" for key, value in plan.forced.items())
+        said = (f"Forced: {forced}. " if forced else "") + f"Layers are split over kinds by their pace: {_shares(plan)}"
+        best = min((w for w in searched.alone if w.found), key=lambda w: w.found.fastest.simulated_s, default=None)  # type: ignore[union-attr]
+        if best is None or best.found is None:
+            said += "; no kind alone holds the model"
+        else:
+            said += f"; {best.name} would be {_pace(best.found.fastest.simulated_s, plan)}"
+    elif len(chosen.groups) > 1:
+        said = f"All kinds work alike, at the pace of the weakest. {plan.case.removesuffix('.')}"
+    else:
+        said = f"Only {plan.cluster.groups[chosen.groups[0]].name}. {plan.case.removesuffix('.')}"
+    if idle:
+        named = " and ".join(f"the {group.gpus} {group.name}" for group in idle)
+        said += f". Idle: {named}, {_why_idle(searched, chosen, plan)}"
+    return said + "."
+
+
+def _shares(plan: Plan) -> str:
+    parts = []
+    for group in sorted((g for g in plan.cluster.groups if g.gpus_used), key=lambda g: g.first_rank):
+        stages = [i for i, stage in enumerate(plan.stages) if stage.device == group.name]
+        layers = sum(plan.stages[i].last_layer - plan.stages[i].first_layer + 1 for i in stages)
+        numbers = f"stage {stages[0]}" if len(stages) == 1 else f"stages {stages[0]} to {stages[-1]}"
+        parts.append(f"{numbers} on {group.name} with {layers} of {len(plan.model.layers)} layers")
+    return ", ".join(parts)
+
+
+def _why_idle(searched: Searched, chosen: Alone | MixedFound, plan: Plan) -> str:
+    used = {index for index, group in enumerate(plan.cluster.groups) if group.gpus_used}
+    lacking = set(range(len(plan.cluster.groups))) - set(usable_groups(searched.problem))
+    if not set(range(len(plan.cluster.groups))) - used - lacking:
+        return f"which have no {searched.problem.precision} units"
+    if plan.forced:
+        return "as forced"
+    steps = [w.found.fastest.simulated_s for w in searched.alone if w.found is not None and set(w.groups) - used]
+    pipeline = None if isinstance(chosen, MixedFound) else _best_pipeline(searched)
+    if pipeline is not None and {searched.space.groups[seat.group] for seat in pipeline.seats} - used:
+        steps.append(pipeline.simulated_s)
+    if not steps:
+        return "because no plan that uses them fits" if not isinstance(chosen, MixedFound) else "which would not help"
+    return f"because with them the best plan is {_pace(min(steps), plan)}"
+
+
+def _notes(searched: Searched, plan: Plan) -> list[str]:
+    used = sorted((g for g in plan.cluster.groups if g.gpus_used), key=lambda g: g.first_rank)
+    ranges = ", ".join(f"{g.first_rank} to {g.first_rank + g.gpus_used - 1} on {g.name}" for g in used)
+    notes = [f"ranks follow the stages: {ranges}; start the nodes in this order"]
+    if len(searched.alone) > 1:
+        notes.append("one mesh for all stages; data parallelism over kinds is priced as if all GPUs were the weakest")
+    return notes

@@ -1,0 +1,240 @@
+"""Pipelines over groups of GPUs of several kinds: the candidates, their prices on each group, and their bounds.
+
+A candidate is one mesh: data x tensor GPUs in every stage, the same in all of them, and a number of stages, ZeRO stage
+and micro-batch size as on one kind. Each stage stands on consecutive GPUs of one group; which group, and which layers,
+is the split's to choose (:mod:`autoplan.search.heterogeneous_split`).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import itertools
+import math
+from dataclasses import dataclass, field
+from functools import cached_property
+
+import numpy as np
+from numpy.typing import NDArray
+
+from autoplan.cluster import Cluster, Link
+from autoplan.cost_models import communication
+from autoplan.plan import Strategy
+from autoplan.search.bounds import least_bytes
+from autoplan.search.degrees import divisors
+from autoplan.search.forced import Forced
+from autoplan.search.problem import Problem
+from autoplan.search.space import Space
+from autoplan.search.tables import MARGIN, Tables
+
+Floats = NDArray[np.float64]
+
+
+@dataclass(frozen=True, kw_only=True)
+class GroupTables(Tables):
+    """Arcs of a strategy on one group. ``apart``: the slowest link between any two groups, which sums of tied
+    parameters' gradients are priced on, wherever their stages stand."""
+
+    apart: Link
+
+    def alone(self, stage: int) -> tuple[Floats, Floats]:
+        """[L + 1, L + 1] seconds of a micro-batch without sends, and after the last one, of every span that may be
+        ``stage``; inf elsewhere."""
+        first, end = self.spans
+        member, last = self._alike[2], self.strategy.pipeline - 1
+        period = (self.base_period + self.extra(self.in_flight(stage)))[member]
+        legal = np.isfinite(period) & ((first == 0) == (stage == 0)) & ((end == self.chain.layers) == (stage == last))
+        where = first[legal], end[legal]
+        return self._dense(where, period[legal]), self._dense(where, self.tail[member][legal])
+
+    def tied_s(self, elements: int) -> float:
+        joined = joined_by(self.cluster, self.apart)
+        pair = communication.Group(size=2, stride=joined.gpus_per_node)
+        return communication.all_reduce_s(joined, pair, elements * self.recipe.gradients)
+
+
+def joined_by(cluster: Cluster, link: Link) -> Cluster:
+    """Two single GPUs of ``cluster`` with ``link`` between them, to price what crosses it."""
+    return dataclasses.replace(cluster, nodes=2, gpus_per_node=1, inter=link)
+
+
+@dataclass(frozen=True, kw_only=True)
+class MixedSpace:
+    """A problem on several groups. ``groups``: positions in the cluster of those that can compute the precision;
+    ``spaces``: the problem priced on each of them."""
+
+    problem: Problem
+    forced: Forced
+    groups: tuple[int, ...]
+    spaces: tuple[Space, ...]
+    _tables: dict[tuple[int, Strategy], GroupTables] = field(default_factory=dict, init=False)
+
+    @property
+    def clusters(self) -> tuple[Cluster, ...]:
+        """The usable groups."""
+        return tuple(space.problem.cluster for space in self.spaces)
+
+    @cached_property
+    def slowest(self) -> Link:
+        """The slowest link between two usable groups."""
+        pairs = itertools.combinations(self.groups, 2)
+        return min((self.problem.cluster.link_between(*pair) for pair in pairs), key=lambda link: link.bytes_per_s)
+
+    def link(self, one: int, other: int) -> Link:
+        """The link between two usable groups."""
+        return self.problem.cluster.link_between(self.groups[one], self.groups[other])
+
+    def tables(self, group: int, strategy: Strategy) -> GroupTables:
+        """The arcs of ``strategy`` on a usable group, remembered."""
+        key = (group, strategy)
+        if key not in self._tables:
+            base = self.spaces[group].tables(strategy)
+            given = {f.name: getattr(base, f.name) for f in dataclasses.fields(base) if f.init}
+            self._tables[key] = GroupTables(**given, apart=self.slowest)
+        return self._tables[key]
+
+    def slots(self, group: int, strategy: Strategy) -> int:
+        """Stages of ``strategy`` that a usable group can hold."""
+        return slots(self.clusters[group], strategy.data, strategy.tensor)
+
+    @cached_property
+    def candidates(self) -> tuple[Strategy, ...]:
+        """Every legal strategy with at least two stages, in an order that depends on nothing else."""
+        if not _offered(self.forced) or len(self.spaces) < 2:
+            return ()
+        return tuple(itertools.chain.from_iterable(self._of_mesh(*mesh) for mesh in self._meshes()))
+
+    def _meshes(self) -> list[tuple[int, int, int]]:
+        """(data, tensor, most stages)."""
+        problem, forced = self.problem, self.forced
+        tensors = sorted({degree for space in self.spaces for degree in space.tensors})
+        layers = len(problem.layers.layers)
+        most_gpus = problem.max_gpus or problem.cluster.gpus
+        answer = []
+        for tensor in tensors:
+            for data in divisors(problem.global_batch):
+                if forced.tensor not in (None, tensor) or forced.data not in (None, data):
+                    continue
+                if data > 1 and problem.batch_coupling:
+                    continue
+                held = [slots(cluster, data, tensor) for cluster in self.clusters]
+                stages = min(layers, sum(held), most_gpus // (data * tensor))
+                if sum(count > 0 for count in held) > 1 and stages > 1:
+                    answer.append((data, tensor, stages))
+        return answer
+
+    def _of_mesh(self, data: int, tensor: int, most: int) -> list[Strategy]:
+        problem, forced = self.problem, self.forced
+        zero_stages = problem.zero_stages if data > 1 else (0,)
+        return [
+            Strategy(
+                data=data,
+                tensor=tensor,
+                pipeline=stages,
+                zero_stage=zero,
+                micro_batch_size=micro,
+                micro_batches=problem.global_batch // (data * micro),
+                schedule=self._schedule,
+            )
+            for stages in range(2, most + 1)
+            if forced.pipeline in (None, stages)
+            for micro in divisors(problem.global_batch // data)
+            if forced.micro_batch_size in (None, micro) and problem.fixed_micro_batch in (None, micro)
+            if not problem.batch_coupling or micro == problem.global_batch
+            for zero in zero_stages
+            if forced.zero_stage in (None, zero)
+        ]
+
+    @property
+    def _schedule(self) -> str:
+        return self.forced.schedule or ("1f1b" if "1f1b" in self.problem.schedules else self.problem.schedules[0])
+
+
+def slots(cluster: Cluster, data: int, tensor: int) -> int:
+    """Stages of data x tensor GPUs that ``cluster`` holds with whole structure: several in a node, or whole nodes
+    each."""
+    width, node = data * tensor, cluster.gpus_per_node
+    if node % tensor or (node % width and width % node):
+        return 0
+    return cluster.gpus // width
+
+
+def _offered(forced: Forced) -> bool:
+    """Whether pipelines over kinds run what is forced."""
+    plain = forced.schedule in (None, "1f1b", "gpipe") and getattr(forced, "virtual_stages", None) in (None, 1)
+    return plain and not getattr(forced, "sequence_parallel", None)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MixedBound:
+    """No layout of a candidate takes less in closed form, nor in the simulator; ``fits``: none is ruled out by the sum
+    of memory."""
+
+    step_s: float
+    simulated_s: float
+    fits: bool
+
+
+def bound_of(space: MixedSpace, strategy: Strategy) -> MixedBound:
+    """A bound from each layer's time on the group that is best for it.
+
+    For any weights v_g > 0 the longest stage takes at least sum_l min_g v_g t_g(l) over the most that S stages can
+    weigh: with v = 1, and with v_g the speed of group g (the fastest GPUs count for most). Sum of periods: P = sum_l
+    min_g t_g(l). In the simulator stage s waits for all before it, forth and back: step >= sum_{i < s} T_i + M T_s;
+    the most that S stages can hold under that is step x (1 - (1 - 1/M)^S), and it must be P.
+    """
+    held = [space.slots(group, strategy) for group in range(len(space.spaces))]
+    layers = _layer_seconds(space, strategy.tensor, strategy.micro_batch_size)
+    stages, micro_batches = strategy.pipeline, strategy.micro_batches
+    least = layers.min(axis=0)
+    period = float(least.sum())
+    speeds = 1 / np.maximum(layers.sum(axis=1), 1e-300)
+    weighed = float((layers * speeds[:, None]).min(axis=0).sum())
+    longest = max(period / stages, float(least.max(initial=0.0)), weighed / _most(held, speeds, stages))
+    simulated = max(micro_batches * longest, period / (1 - (1 - 1 / micro_batches) ** stages))
+    bottleneck = longest if strategy.schedule != "gpipe" else max(float(least.max(initial=0.0)), period / stages)
+    return MixedBound(
+        step_s=(micro_batches - 1) * bottleneck + period,
+        simulated_s=max(simulated, period),
+        fits=_fits(space, strategy, held),
+    )
+
+
+def _layer_seconds(space: MixedSpace, tensor: int, micro_batch: int) -> Floats:
+    """[groups, layers] seconds of a micro-batch through each layer."""
+    return np.stack([np.diff(each.chain(tensor, micro_batch).period) for each in space.spaces])
+
+
+def _most(held: list[int], weights: Floats, stages: int) -> float:
+    """The most that ``stages`` stages on the groups' slots can weigh."""
+    total = 0.0
+    for group in sorted(range(len(held)), key=lambda g: -weights[g]):
+        taken = min(stages, held[group])
+        total, stages = total + taken * float(weights[group]), stages - taken
+    return total
+
+
+def _fits(space: MixedSpace, strategy: Strategy, held: list[int]) -> bool:
+    """Whether the stages with the most memory hold what all need at least."""
+    room, needed = [], math.inf
+    for each in space.spaces:
+        room.append(each.problem.usable_bytes * (1 - MARGIN) - each.states(strategy).fixed_bytes)
+        needed = min(needed, least_bytes(each, strategy)[0])
+    return (
+        _most([count if r > 0 else 0 for count, r in zip(held, room, strict=True)], np.array(room), strategy.pipeline)
+        >= needed
+    )
+
+
+def open_mixed_space(problem: Problem, forced: Forced, groups: tuple[int, ...]) -> MixedSpace:
+    """``problem`` on the groups of its cluster at positions ``groups``."""
+    problem = dataclasses.replace(problem, tensor_kinds=functools.cache(problem.tensor_kinds))
+    return MixedSpace(
+        problem=problem,
+        forced=forced,
+        groups=groups,
+        spaces=tuple(
+            Space(problem=dataclasses.replace(problem, cluster=problem.cluster.groups[g]), forced=forced)
+            for g in groups
+        ),
+    )

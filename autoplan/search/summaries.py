@@ -1,0 +1,27 @@
+"""What a plan says of its question: the model, and what was assumed."""
+
+from __future__ import annotations
+
+from autoplan.plan import ModelSummary, Strategy
+from autoplan.search.problem import Problem
+
+_OVERLAP = "communication is priced as if no compute hid it; gradients are synchronised beside the last backward"
+
+
+def model_summary(problem: Problem) -> ModelSummary:
+    """The model of ``problem``."""
+    layers = problem.layers
+    return ModelSummary(
+        name=layers.name,
+        parameters=layers.parameters,
+        trainable_parameters=layers.trainable_parameters,
+        tokens_per_sample=layers.tokens_per_sample,
+        dtype=layers.dtype,
+        layers=tuple(layer.name for layer in layers.layers),
+        fingerprint=layers.fingerprint,
+    )
+
+
+def assumptions(problem: Problem, strategy: Strategy) -> tuple[str, ...]:
+    """The problem's, and how the costs of ``strategy`` were taken."""
+    return (*problem.assumptions, _OVERLAP) if strategy.data > 1 else problem.assumptions
