@@ -234,5 +234,7 @@ def _tree_latency_s(fabric: Fabric) -> float:
 
 
 def _pass_latency_s(fabric: Fabric) -> float:
-    """All-gathers have no tree; within NVSwitch and over many nodes NCCL's parallel algorithms (PAT) keep it log."""
-    return min(_ring_latency_s(fabric), 2 * _tree_latency_s(fabric) + fabric.intra.latency_s)
+    """Of an all-gather or a reduce-scatter: a ring. NCCL's trees don't do them, its parallel algorithm (PAT, NCCL 2.23,
+    2024) keeps the steps logarithmic where a node holds one rank of the group."""
+    ring = _ring_latency_s(fabric)
+    return min(ring, 2 * _tree_latency_s(fabric) + fabric.intra.latency_s) if fabric.local == 1 else ring

@@ -1,6 +1,6 @@
 """Leave one source out: refit the GEMM efficiencies on the other sources, predict the one left out.
 
-    python -m tests.regression.fit          # prints the table of data/held_out.txt; two minutes
+    python -m tests.regression.fit          # prints the table of data/held_out.txt; under a minute
 
 Fitted is one number a family of cards, the share of the data-sheet peak that large products keep: it moves a step's
 time more than all else that is fitted. It is chosen on a grid by the mean absolute error over the family's runs. A
@@ -19,7 +19,10 @@ from collections.abc import Sequence
 
 from tests.regression.runs import Run, predict_step_s, read_runs
 
-GRID = tuple(round(0.40 + 0.04 * step, 2) for step in range(13))
+LOWEST, HIGHEST = 0.40, 0.88
+POINTS = 5
+# Even in 1 / efficiency, in which a step's time is a straight line but where memory takes over from arithmetic.
+GRID = tuple(1 / HIGHEST + step * (1 / LOWEST - 1 / HIGHEST) / (POINTS - 1) for step in range(POINTS))
 FAMILIES = {"V100": "Volta", "A100": "Ampere", "H100-96GB": "Hopper, 500 W", "H100": "Hopper", "H200": "Hopper"}
 
 # Of one run: its predicted over its published time, minus one, at every efficiency of the grid.
@@ -34,8 +37,8 @@ def family(run: Run) -> str:
 
 def errors_on_grid(run: Run) -> Errors:
     found = []
-    for efficiency in GRID:
-        device = dataclasses.replace(run.cluster.device, gemm_efficiency=efficiency)
+    for slowness in GRID:
+        device = dataclasses.replace(run.cluster.device, gemm_efficiency=1 / slowness)
         there = dataclasses.replace(run, cluster=dataclasses.replace(run.cluster, device=device))
         found.append(predict_step_s(there) / run.step_time_s - 1)
     return tuple(found)
@@ -43,14 +46,14 @@ def errors_on_grid(run: Run) -> Errors:
 
 def at(errors: Errors, efficiency: float) -> float:
     """The error at ``efficiency``, straight between the points of the grid."""
-    place = min(max((efficiency - GRID[0]) / (GRID[1] - GRID[0]), 0.0), len(GRID) - 1.001)
+    place = min(max((1 / efficiency - GRID[0]) / (GRID[1] - GRID[0]), 0.0), len(GRID) - 1.001)
     low = int(place)
     return errors[low] + (place - low) * (errors[low + 1] - errors[low])
 
 
 def best_efficiency(table: Sequence[Errors]) -> float:
     """The efficiency of least mean absolute error, to a hundredth."""
-    choices = [GRID[0] + 0.01 * step for step in range(round((GRID[-1] - GRID[0]) * 100) + 1)]
+    choices = [LOWEST + 0.01 * step for step in range(round((HIGHEST - LOWEST) * 100) + 1)]
     return min(choices, key=lambda choice: statistics.mean(abs(at(errors, choice)) for errors in table))
 
 

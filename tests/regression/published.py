@@ -20,6 +20,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from autoplan.cluster import Cluster
 from autoplan.errors import InfeasibleError, StrategyError
 from autoplan.layers.types import Edge, Layer, LayerGraph, LayerKind
 from autoplan.plan import Strategy
@@ -112,8 +113,11 @@ def _name(row: dict[str, str], run: Run) -> str:
 
 def _problem(run: Run) -> Problem:
     shape = dataclasses.replace(run.shape, tensor=1, sequence_parallel=False)
+    return planning_problem(shape, run.cluster, global_batch=_batch(run), loss=_loss(run))
 
-    loss = _loss(run)
+
+def planning_problem(shape: Shape, cluster: Cluster, *, global_batch: int, loss: str = "compiled") -> Problem:
+    """How to train the model of ``shape`` on ``cluster``; ``loss`` is a key of ``peaks.LOSSES``."""
 
     def tensor_kinds(degree: int) -> tuple[LayerKind, ...]:
         if shape.heads % degree or shape.kv_heads % degree or shape.ffn % degree:
@@ -123,8 +127,8 @@ def _problem(run: Run) -> Problem:
     return Problem(
         layers=_layers(shape, loss),
         tensor_kinds=tensor_kinds,
-        cluster=run.cluster,
-        global_batch=_batch(run),
+        cluster=cluster,
+        global_batch=global_batch,
         precision=shape.dtype,
     )
 
