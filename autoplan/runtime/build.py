@@ -15,6 +15,7 @@ from autoplan.capture import Capture, retarget
 from autoplan.cluster import Cluster
 from autoplan.errors import StrategyError
 from autoplan.layers import LayerGraph
+from autoplan.layers.order import in_order_of
 from autoplan.passes.draw_apart import draw_apart
 from autoplan.passes.gather_parameters import gather_parameters
 from autoplan.passes.recompute import recompute
@@ -98,6 +99,7 @@ def layer_policies(plan: Plan) -> tuple[str, ...]:
 def recompute_groups(plan: Plan, layers: LayerGraph) -> tuple[frozenset[str], ...]:
     """The nodes of each layer that run again in the backward: all, its attention core, or none."""
     groups = []
+    layers = in_order_of(layers, plan.model.layers)
     for layer, policy in zip(layers.layers, layer_policies(plan), strict=True):
         nodes = layer.nodes if policy == "full" else ()
         if policy == "selective":
@@ -217,6 +219,7 @@ def stage_of_node(plan: Plan, layers: LayerGraph) -> dict[str, int]:
     """The stage of each node of the layers. Raises StrategyError where the plan does not cover the layers in order."""
     expected = 0
     stages: dict[str, int] = {}
+    layers = in_order_of(layers, plan.model.layers)  # a plan of branches has its own order of them
     for index, stage in enumerate(plan.stages):
         if stage.first_layer != expected or stage.last_layer < stage.first_layer:
             raise StrategyError(

@@ -51,7 +51,7 @@ def lower_bounds(space: Space, candidates: Candidates) -> LowerBounds:
     for where, strategy in _alike(candidates, ("tensor", "micro_batch_size")):
         chain = space.chain(strategy.tensor, strategy.micro_batch_size)
         period[where] = chain.period[-1]
-        longest[where] = np.diff(chain.period).max()
+        longest[where] = chain.longest_s
         lesser_share[where] = chain.lesser_share
     for where, strategy in _alike(candidates, ("tensor", "micro_batch_size", "data", "pipeline")):
         sends[where] = 2 * (strategy.pipeline - 1) * _least_send_s(space, strategy)
@@ -93,7 +93,7 @@ def _alike(candidates: Candidates, columns: tuple[str, ...]) -> list[tuple[NDArr
 
 def _least_send_s(space: Space, strategy: Strategy) -> float:
     """Seconds of the cheapest send between two stages."""
-    least = space.chain(strategy.tensor, strategy.micro_batch_size).least_crossing
+    least = space.convex_chain(strategy.tensor, strategy.micro_batch_size).least_crossing
     if strategy.pipeline == 1 or math.isinf(least):
         return 0.0
     distance = strategy.data * strategy.tensor
@@ -107,8 +107,10 @@ def _data_axis(space: Space, strategy: Strategy) -> tuple[float, float, float]:
     tables = space.tables(strategy)
     whole = tables.data_axis(elements, trainable, 1)
     part = tables.data_axis(elements / strategy.pipeline, trainable / strategy.pipeline, 1)
-    first = tables.chain.costs[int(tables.chain.kinds[0])]
-    alone = tables.data_axis(first.elements, first.trainable, 1).step_s + tables.optimizer_s(first.trainable)
+    alone = min(
+        tables.data_axis(first.elements, first.trainable, 1).step_s + tables.optimizer_s(first.trainable)
+        for first in (tables.chain.costs[int(tables.chain.kinds[layer])] for layer in space.first_layers)
+    )
     tail = part.step_s + tables.optimizer_s(trainable / strategy.pipeline)
     return whole.forward_s + whole.backward_s, tail, alone
 

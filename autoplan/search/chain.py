@@ -72,6 +72,11 @@ class Chain:
         return self.prefix([c.forward_s + c.tensor_forward_s for c in self.costs])
 
     @cached_property
+    def backward(self) -> Floats:
+        """Prefix sums of backward seconds of operators, which the data axis may hide behind."""
+        return self.prefix([c.backward_s for c in self.costs])
+
+    @cached_property
     def lesser_share(self) -> float:
         """No run of layers has a forward and a backward that both take more than this share of its period."""
         shares = [
@@ -103,22 +108,22 @@ class Chain:
     @cached_property
     def passing(self) -> Floats:
         """[L + 1, L + 1] widest operator of layers i to j - 1."""
-        return _range_max(self.per_layer([c.passing_bytes for c in self.costs]))
+        return self.range_max(self.per_layer([c.passing_bytes for c in self.costs]))
 
     @cached_property
     def largest(self) -> Floats:
         """[L + 1, L + 1] elements of the largest layer of i to j - 1."""
-        return _range_max(self.per_layer([float(c.elements) for c in self.costs]))
+        return self.range_max(self.per_layer([float(c.elements) for c in self.costs]))
 
     @cached_property
     def first_window(self) -> Floats:
         """[L + 1, L + 1] window of the first policy (0 unless recompute is forced)."""
-        return _range_max(self.per_layer([c.window_bytes[self.policies[0]] for c in self.costs]))
+        return self.range_max(self.per_layer([c.window_bytes[self.policies[0]] for c in self.costs]))
 
     @cached_property
     def least_window(self) -> Floats:
         """[L + 1, L + 1] window where every layer saves the most memory it can."""
-        return _range_max(self.per_layer([c.window_bytes[self.thriftiest(c)] for c in self.costs]))
+        return self.range_max(self.per_layer([c.window_bytes[self.thriftiest(c)] for c in self.costs]))
 
     def held(self, first: Integers, end: Integers) -> Floats:
         """Bytes a micro-batch that spans keep of what they receive, beyond what their layers count."""
@@ -143,8 +148,7 @@ class Chain:
         for group in self.tied:
             if trainable_only and not group.trainable:
                 continue
-            for one, other in zip(group.layers, group.layers[1:], strict=False):
-                surplus += group.elements * ((first <= one) & (other < end))
+            surplus += group.elements * np.maximum(0, self.holders(group, first, end) - 1)
         return surplus
 
     def shares_tied(self, first: Integers, end: Integers) -> list[tuple[Tied, NDArray[np.bool_]]]:
@@ -152,9 +156,32 @@ class Chain:
         answer = []
         for group in self.tied:
             if group.trainable:
-                held = np.sum([(first <= layer) & (layer < end) for layer in group.layers], axis=0)
+                held = self.holders(group, first, end)
                 answer.append((group, (held > 0) & (held < len(group.layers))))
         return answer
+
+    def holders(self, group: Tied, first: Integers, end: Integers) -> Integers:
+        """How many layers of each span hold a tied parameter."""
+        held: Integers = np.sum([self.holds(layer, first, end) for layer in group.layers], axis=0)
+        return held
+
+    def holds(self, layer: int, first: Integers, end: Integers) -> NDArray[np.bool_]:
+        """Which spans hold ``layer``."""
+        return (first <= layer) & (layer < end)
+
+    def range_max(self, values: Floats) -> Floats:
+        """[L + 1, L + 1] largest of a value a layer in each span; 0 where there is none."""
+        return _range_max(values)
+
+    @cached_property
+    def sizes(self) -> Integers:
+        """[L + 1] layers before each cut."""
+        return np.arange(self.layers + 1)
+
+    @cached_property
+    def longest_s(self) -> float:
+        """Forward + backward seconds of the longest layer under the first policy."""
+        return float(self.per_layer([c.period_s + c.extra_s[self.policies[0]] for c in self.costs]).max())
 
     @cached_property
     def windows(self) -> tuple[float, ...]:
@@ -209,8 +236,7 @@ class Chain:
         if self.crossing is not None:
             columns.append(np.unique(self.crossing.held[first, end], return_inverse=True)[1].reshape(-1, 1))
         for group in self.tied:
-            held = [(first <= layer) & (layer < end) for layer in group.layers]
-            columns.append(np.sum(held, axis=0)[:, None])
+            columns.append(self.holders(group, first, end)[:, None])
         return _distinct_rows(np.concatenate(columns, axis=1))
 
     def key(self, first: int, end: int) -> tuple[object, ...]:

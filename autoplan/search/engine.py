@@ -11,9 +11,10 @@ the least parallelism within :data:`TOLERANCE` of the shortest simulated step is
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -36,18 +37,22 @@ MOST_CONFIRMED = 64
 # State that fits whole is sharded only where that gains more than the cost models can be wrong by (median error of
 # step times over families of runs: 2 to 9%); what fits one card gets plain data parallelism.
 SHARDING_TOLERANCE = 0.10
+# Another order of the layers is worth less than this only by rounding.
+LEAST_GAIN = 1e-9
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Decision:
     """A candidate with its best split: ``value_s`` is the objective in closed form, ``simulated_s`` the step that the
-    simulator makes of it (a long step is extrapolated)."""
+    simulator makes of it (a long step is extrapolated), ``order`` the order of the layers that ``cuts`` are of, () for
+    the given one."""
 
     strategy: Strategy
     cuts: tuple[int, ...]
     value_s: float
     proven_by: str
     times: StageTimes
+    order: tuple[int, ...] = ()
 
     @property
     def simulated_s(self) -> float:
@@ -128,7 +133,10 @@ class Engine:
     def fits(self, index: int) -> bool:
         """The greedy memory test, remembered."""
         if index not in self._fits:
-            self._fits[index] = fits_greedily(self.space.tables(self.space.candidates.strategy(index)))
+            strategy = self.space.candidates.strategy(index)
+            # Filling stages to the brim reaches furthest in one order of the layers alone.
+            ordered = strategy.pipeline == 1 or self.space.down_sets is None
+            self._fits[index] = not ordered or fits_greedily(self.space.tables(strategy))
         return self._fits[index]
 
     def run(self, tolerance: float = TOLERANCE) -> Found | None:
@@ -283,10 +291,12 @@ def _degrees(strategy: Strategy) -> tuple[int, int, int]:
 def _decision(space: Space, strategy: Strategy, solution: Solution | None) -> Decision | None:
     if solution is None or solution.split is None:
         return None
-    times = space.tables(strategy).of_split(solution.split.cuts).times()
+    split = solution.split
+    times = space.ordered(split.order).tables(strategy).of_split(split.cuts).times()
     return Decision(
         strategy=strategy,
-        cuts=solution.split.cuts,
+        cuts=split.cuts,
+        order=split.order,
         value_s=times.closed_form_s,
         proven_by=solution.proven_by,
         times=times,
@@ -298,21 +308,49 @@ def solve_strategy(
 ) -> Solution | None:
     """The best split of ``strategy`` if it costs at most ``cutoff_s``; None where there is none.
 
-    Spans longer than a limit are left out. With M micro-batches a split that uses one costs more than
-    (M - 1) limit + sum of periods; so an answer below that is the best of all, else the limit is raised.
+    Cuts of the given order of the layers come first; where there are others, one of those only if it is better.
     """
     if strategy.pipeline == 1:
         return _only_split(space.tables(strategy), cutoff_s)
+    found = _solve(space, strategy, space.tables, cutoff_s, solver)
+    sets = space.down_sets
+    if sets is None or strategy.virtual_stages > 1:
+        return found
+    in_order = None if found is None else found.split
+    better_s = cutoff_s if in_order is None else min(cutoff_s, in_order.value_s * (1 - LEAST_GAIN))
+    convex = _solve(space, strategy, space.convex_tables, better_s, solver)
+    if convex is None or convex.split is None:
+        if found is None or convex is None:
+            return found or convex
+        floor_s = found.lower_bound_s if in_order is not None else min(found.lower_bound_s, convex.lower_bound_s)
+        simulated_s = min(found.simulated_bound_s, convex.simulated_bound_s)
+        return dataclasses.replace(found, lower_bound_s=floor_s, simulated_bound_s=simulated_s)
+    order, cuts = sets.order(convex.split.cuts)
+    return dataclasses.replace(convex, split=dataclasses.replace(convex.split, cuts=cuts, order=order))
+
+
+def _solve(
+    space: Space,
+    strategy: Strategy,
+    tables_of: Callable[..., Tables],
+    cutoff_s: float,
+    solver: SolverName | None,
+) -> Solution | None:
+    """The best split among the arcs of ``tables_of``.
+
+    Spans longer than a limit are left out. With M micro-batches a split that uses one costs more than
+    (M - 1) limit + sum of periods; so an answer below that is the best of all, else the limit is raised.
+    """
     steps = strategy.micro_batches - 1
     chain = space.chain(strategy.tensor, strategy.micro_batch_size)
-    total, longest = float(chain.period[-1]), float(np.diff(chain.period).max())
+    total, longest = float(chain.period[-1]), chain.longest_s
     # No split that costs at most the cutoff has a longer period than this.
     longest_useful = (cutoff_s - total) / steps if steps else math.inf
     limit = 1.25 * max(total / strategy.pipeline, longest) + longest
     while True:
         complete = limit >= min(longest_useful, total)
         safe_s = cutoff_s if complete else steps * limit + total
-        tables = space.tables(strategy, period_limit_s=longest_useful if complete else limit)
+        tables = tables_of(strategy, period_limit_s=longest_useful if complete else limit)
         solution = solve_split(tables.problem(), cutoff_s=min(cutoff_s, safe_s), solver=solver)
         if complete or (solution is not None and solution.split is not None):
             left_out_s = simulated_with_longer_s(strategy, total, tables.period_limit_s)

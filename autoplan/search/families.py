@@ -66,7 +66,8 @@ def _best(engine: Engine, name: str, axes: tuple[str, ...], sharded: bool | None
     decision = _fastest(engine, chosen)
     if decision is None:
         return FamilyBest(family=name, evaluation=None, shortfall=nearest(engine, chosen))
-    evaluation = evaluate_decision(engine.space, decision.strategy, decision.cuts, step_s=brief_step_s)
+    space = engine.space.ordered(decision.order)
+    evaluation = evaluate_decision(space, decision.strategy, decision.cuts, step_s=brief_step_s)
     return FamilyBest(family=name, evaluation=evaluation, shortfall=None)
 
 

@@ -87,7 +87,8 @@ def fits(problem: Problem) -> Fitting | None:
                 strategy = engine.space.candidates.strategy(index)
                 solution = solve_strategy(engine.space, strategy)
                 if solution is not None and solution.split is not None:
-                    priced = evaluate_decision(engine.space, strategy, solution.split.cuts)
+                    ordered = engine.space.ordered(solution.split.order)
+                    priced = evaluate_decision(ordered, strategy, solution.split.cuts)
                     used = {policy for stage in priced.stages for policy in stage.policies} - {"none"}
                     return Fitting(problem=problem, strategy=strategy, recompute=tuple(sorted(used)))
     except AutoplanError:

@@ -64,7 +64,7 @@ def _answer(problem: Problem, time_limit_s: float | None, solver: SolverName | s
 def _planned(engine: Engine, found: Found) -> Plan:
     """The plan of what a search on one kind of GPUs found, priced again."""
     chosen = found.chosen
-    evaluation = evaluate_decision(engine.space, chosen.strategy, chosen.cuts)
+    evaluation = evaluate_decision(engine.space.ordered(chosen.order), chosen.strategy, chosen.cuts)
     _check_cost(found, evaluation)
     return _plan(engine, found, evaluation)
 
@@ -79,7 +79,7 @@ def _check_cost(found: Found, evaluation: Evaluation) -> None:
 
 
 def _plan(engine: Engine, found: Found, evaluation: Evaluation) -> Plan:
-    space = engine.space
+    space = engine.space.ordered(found.chosen.order)
     problem, strategy = space.problem, evaluation.strategy
     if problem.forced:
         free = Engine(space=open_space(dataclasses.replace(space.problem, forced={})), solver=None)

@@ -8,13 +8,17 @@ import math
 from dataclasses import dataclass, field
 from functools import cached_property
 
+import numpy as np
+
 from autoplan.cost_models.memory import count_elements
 from autoplan.cost_models.recipes import Recipe, recipe
 from autoplan.errors import StrategyError
+from autoplan.layers.order import reordered
 from autoplan.layers.types import LayerKind
 from autoplan.plan import Strategy
 from autoplan.search.chain import Chain, build_chain
 from autoplan.search.constraints import with_limits
+from autoplan.search.dag import DownSetChain, DownSets, down_set_chain, down_sets
 from autoplan.search.degrees import Candidates, enumerate_candidates, tensor_degrees
 from autoplan.search.forced import Forced, read_forced
 from autoplan.search.pricing import KindCosts, StateCosts, kind_costs, state_costs
@@ -28,11 +32,14 @@ class Space:
 
     problem: Problem
     forced: Forced
-    _kinds: dict[int, tuple[LayerKind, ...]] = field(default_factory=dict, init=False)
-    _costs: dict[tuple[int, int], tuple[KindCosts, ...]] = field(default_factory=dict, init=False)
+    _kinds: dict[int, tuple[LayerKind, ...]] = field(default_factory=dict)
+    _costs: dict[tuple[int, int], tuple[KindCosts, ...]] = field(default_factory=dict)
+    _states: dict[tuple[int, int, bool, bool], StateCosts] = field(default_factory=dict)
+    _totals: dict[int, tuple[int, int]] = field(default_factory=dict)
+    # What follows is of one order of the layers, and not shared with those of another.
     _chains: dict[tuple[int, int], Chain] = field(default_factory=dict, init=False)
-    _states: dict[tuple[int, int, bool, bool], StateCosts] = field(default_factory=dict, init=False)
-    _totals: dict[int, tuple[int, int]] = field(default_factory=dict, init=False)
+    _convex: dict[tuple[int, int], DownSetChain] = field(default_factory=dict, init=False)
+    _ordered: dict[tuple[int, ...], Space] = field(default_factory=dict, init=False)
 
     @cached_property
     def recipe(self) -> Recipe:
@@ -71,6 +78,42 @@ class Space:
         if tensor not in self._kinds:
             self._kinds[tensor] = self.problem.kinds(tensor)
         return self._kinds[tensor]
+
+    @cached_property
+    def down_sets(self) -> DownSets | None:
+        """What may come before a cut, where that is more than the first layers; else None."""
+        return down_sets(self.problem.layers)
+
+    @cached_property
+    def first_layers(self) -> tuple[int, ...]:
+        """Layers that may be the first."""
+        sets = self.down_sets
+        if sets is None:
+            return (0,)
+        return tuple(int(layer) for layer in np.nonzero(sets.members[sets.members.sum(axis=1) == 1].any(axis=0))[0])
+
+    def ordered(self, order: tuple[int, ...]) -> Space:
+        """The same space with its layers in another order; () is its own."""
+        if not order:
+            return self
+        if order not in self._ordered:
+            problem = dataclasses.replace(self.problem, layers=reordered(self.problem.layers, order))
+            self._ordered[order] = dataclasses.replace(self, problem=problem)
+        return self._ordered[order]
+
+    def convex_chain(self, tensor: int, micro_batch: int) -> Chain:
+        """The priced layers with every convex cut: of the given order alone where there are no others."""
+        chain, key = self.chain(tensor, micro_batch), (tensor, micro_batch)
+        if self.down_sets is None:
+            return chain
+        if key not in self._convex:
+            self._convex[key] = down_set_chain(chain, self.down_sets, samples=micro_batch)
+        return self._convex[key]
+
+    def convex_tables(self, strategy: Strategy, *, period_limit_s: float = math.inf) -> Tables:
+        """The arcs of ``strategy`` between any two convex cuts."""
+        chain = self.convex_chain(strategy.tensor, strategy.micro_batch_size)
+        return dataclasses.replace(self.tables(strategy, period_limit_s=period_limit_s), chain=chain)
 
     def chain(self, tensor: int, micro_batch: int) -> Chain:
         """The priced layers."""

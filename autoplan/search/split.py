@@ -126,12 +126,14 @@ class Groups(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Split:
-    """``cuts``: first layer of each stage and, last, the number of layers. ``value_s`` is the objective, exactly."""
+    """``cuts``: first layer of each stage and, last, the number of layers. ``value_s`` is the objective, exactly.
+    ``order``: the order of the layers that the cuts are of, () for the given one."""
 
     cuts: tuple[int, ...]
     value_s: float
     bottleneck_s: float
     tail_s: float
+    order: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)

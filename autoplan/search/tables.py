@@ -231,17 +231,18 @@ class Tables:
     @cached_property
     def spans(self) -> tuple[Integers, Integers]:
         """(first, end) of every span that may be a stage, by end and then first."""
-        layers, stages = self.chain.layers, self.strategy.pipeline
+        last, stages = self.chain.layers, self.strategy.pipeline
         if self.only is not None:
             first, end = np.array(self.only, dtype=np.int64).reshape(-1, 2).T
             return first, end
         if stages == 1:
-            return np.array([0]), np.array([layers])
+            return np.array([0]), np.array([last])
         first, end = self.chain.spans_within(self.period_limit_s)
         # Other stages need a layer each; with two stages a span touches one end of the model.
-        kept = end - first <= layers - stages + 1
+        sizes = self.chain.sizes
+        kept = sizes[end] - sizes[first] <= sizes[-1] - stages + 1
         if stages == 2:
-            kept &= (first == 0) | (end == layers)
+            kept &= (first == 0) | (end == last)
         return first[kept], end[kept]
 
     @cached_property
@@ -385,7 +386,7 @@ class Tables:
         """``pick`` of every span's data axis. A transfer a layer, weights and gradients apart: nothing is hidden, so
         that times add."""
         first, end = self.rows
-        layers = end - first
+        layers = self.chain.sizes[end] - self.chain.sizes[first]
         gradients = at_values(lambda each: pick(self.data_axis(0.0, each, 1)), self.trainable / layers)
         weights = at_values(lambda each: pick(self.data_axis(each, 0.0, 1)), self.elements / layers)
         return layers * (gradients + weights)
