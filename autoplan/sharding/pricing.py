@@ -19,6 +19,13 @@ class Pricing:
     operator_s: Callable[[Operator], float]
     collective_s: Callable[[CollectiveName, float], float]
 
+    def for_samples(self, samples: float) -> Pricing:
+        """Collectives of one sample's share of a batch of ``samples``, which start up once."""
+        return Pricing(
+            operator_s=self.operator_s,
+            collective_s=lambda name, bytes_: self.collective_s(name, bytes_ * samples) / samples,
+        )
+
 
 def price_on(cluster: Cluster, degree: int) -> Pricing:
     """Prices on ``cluster`` for a tensor group of ``degree`` neighbouring ranks."""

@@ -10,8 +10,9 @@ The memory term states what the tensor axis is for: a layer's parameters, all re
 :data:`MEMORY_WEIGHT` all-reduces of the widest value that enters or leaves the layer, in proportion to their elements.
 So matrices are split wherever that costs a few all-reduces, norms and biases never by gathering activations, at any
 size of model; saved activations likewise, at :data:`ACTIVATION_WEIGHT`, and under sequence parallelism, whose purpose
-they are, at :data:`MEMORY_WEIGHT`. Whether splitting pays at all is the planner's
-question, which compares degrees by predicted times.
+they are, at :data:`MEMORY_WEIGHT`: there a layer is solved for as many samples as make its widest value
+:data:`FULL_BYTES`, because an all-gather and a reduce-scatter only cost what an all-reduce does where bytes count and
+not start-ups. Whether splitting pays at all is the planner's question, which compares degrees by predicted times.
 """
 
 from __future__ import annotations
@@ -37,6 +38,7 @@ from autoplan.sharding.rules import Option
 
 MEMORY_WEIGHT = 20.0
 ACTIVATION_WEIGHT = 1.0
+FULL_BYTES = 64 * 2.0**20  # fills the links of any group
 _MICROSECONDS = 1e6
 STEP_SHARE = 1e-3  # of a collective that is made once a step, in the price of one sample
 # Forms that communicate their own result.
@@ -60,7 +62,10 @@ class Problem:
 def build_problem(view: LayerView, found: Candidates, pricing: Pricing, fixed: Mapping[Node, Placement]) -> Problem:
     """The problem of one layer; ``fixed`` parameters are stored as said (tied ones must agree over layers)."""
     problem = Problem(options=dict(found.options), stored=dict(found.stored))
-    reference_us = _MICROSECONDS * pricing.collective_s("all_reduce", _widest_bytes(view, found))
+    widest = _widest_bytes(view, found)
+    if view.shares and widest:
+        pricing = pricing.for_samples(max(1.0, FULL_BYTES / widest))
+    reference_us = _MICROSECONDS * pricing.collective_s("all_reduce", widest)
     waste = MEMORY_WEIGHT * reference_us / (sum(_elements(view.facts, node) for node in found.stored) or 1)
     kept = (
         (MEMORY_WEIGHT if view.shares else ACTIVATION_WEIGHT)

@@ -95,13 +95,14 @@ def shrink(
         )
     made = _random(made.double().train())
     if made is not model and isinstance(made, PreTrainedModel) and (notes or example_inputs is None):
-        example_inputs = _tokens(made, after.global_batch)
+        example_inputs = _tokens(made, after)
     return Small(model=made, example_inputs=example_inputs, loss_fn=loss_fn, reductions=notes)
 
 
-def _tokens(model: PreTrainedModel, samples: int) -> Any:
-    learned = {"sequence": SEQUENCE} if model.main_input_name == "input_ids" else {}
-    inputs, _ = example_inputs_for(model, batch=samples, device="cpu", **learned)
+def _tokens(model: PreTrainedModel, strategy: Strategy) -> Any:
+    shares = strategy.tensor if strategy.sequence_parallel else 1  # of the sequence, all alike
+    learned = {"sequence": -(-SEQUENCE // shares) * shares} if model.main_input_name == "input_ids" else {}
+    inputs, _ = example_inputs_for(model, batch=strategy.global_batch, device="cpu", **learned)
     generator = torch.Generator().manual_seed(3)
     for name, tensor in inputs.items():
         if tensor.is_floating_point():

@@ -57,7 +57,7 @@ def test_what_a_block_keeps_is_a_share_but_for_the_inputs_of_products(name: str)
     block, plain, whole = found.kinds[BLOCK].kind, without.kinds[BLOCK].kind, layers.kinds[BLOCK]
     gathered = 2 * 512 * HIDDEN[name] * 2  # of attention and of the perceptron, kept whole
     assert block.saved_bytes == pytest.approx((whole.saved_bytes - gathered) / 8 + gathered, rel=0.05)
-    assert block.saved_bytes < 0.65 * plain.saved_bytes
+    assert block.saved_bytes < 0.71 * plain.saved_bytes
     assert block.input_bytes == whole.input_bytes / 8
 
 

@@ -58,6 +58,27 @@ dropped_all_reduce = _without(operators.reduce_from_axis)
 dropped_gradient_all_reduce = _without(operators.copy_to_axis)
 
 
+def gathered_gradient_not_summed(patch: Patch) -> None:
+    """Under sequence parallelism a rank keeps its slice of its own summand."""
+
+    def edit(sharded: ShardedGraph) -> ShardedGraph:
+        _of_layer(sharded.graph_module, operators.gather_for_axis).target = operators.gather_from_axis
+        sharded.graph_module.recompile()
+        return sharded
+
+    _rewritten(patch, edit)
+
+
+def forgotten_norm_gradients(patch: Patch) -> None:
+    """Under sequence parallelism ranks keep their summands of a norm's gradient."""
+    original = rank_part.gradient_sync
+
+    def forgetting(working: Any, mesh: Any, tied: Any, summands: Any = ()) -> Any:
+        return original(working, mesh, tied, [name for name in summands if not name.startswith(f"{LAYER}.")])
+
+    patch.setattr(rank_part, "gradient_sync", forgetting)
+
+
 def doubled_all_reduce(patch: Patch) -> None:
     def edit(sharded: ShardedGraph) -> ShardedGraph:
         victim = _of_layer(sharded.graph_module, operators.reduce_from_axis)
@@ -160,8 +181,8 @@ def same_rows_on_every_rank(patch: Patch) -> None:
 def forgotten_micro_batches(patch: Patch) -> None:
     original = data_parallel.GradientSync.before_backward
 
-    def forgetting(self: Any, last: bool) -> None:
-        original(self, last)
+    def forgetting(self: Any, *names: frozenset[str]) -> None:
+        original(self, *names)
         if WEIGHT in self.working:
             self.working[WEIGHT].grad = None
 
@@ -172,12 +193,12 @@ def forgotten_micro_batches(patch: Patch) -> None:
 
 
 def doubled_stage_gradient(patch: Patch) -> None:
-    original = interpreter.StageInterpreter._receive_gradients
+    original = interpreter.RankInterpreter._receive_gradients
 
     def doubled(self: Any, *arguments: Any) -> list[Tensor | None]:
         return [None if gradient is None else 2 * gradient for gradient in original(self, *arguments)]
 
-    patch.setattr(interpreter.StageInterpreter, "_receive_gradients", doubled)
+    patch.setattr(interpreter.RankInterpreter, "_receive_gradients", doubled)
 
 
 def swapped_stage_values(patch: Patch) -> None:

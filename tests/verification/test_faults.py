@@ -49,6 +49,7 @@ BUILDERS: dict[str, Any] = {
 }
 STRATEGIES: dict[str, dict[str, Any]] = {
     "tensor": {"tensor": 2, "micro_batch_size": 4, "micro_batches": 2},
+    "sequence": {"tensor": 2, "micro_batch_size": 4, "micro_batches": 2, "sequence_parallel": True},
     "data": {"data": 2, "micro_batch_size": 2, "micro_batches": 2},
     "pipeline": {"pipeline": 2, "micro_batch_size": 2, "micro_batches": 4},
     "model": {"pipeline": 2, "micro_batch_size": 8},
@@ -87,6 +88,8 @@ FAULTS: list[tuple[str, str, str, str]] = [
     ("missing_tied_sum", "nanogpt", "pipeline", "wte"),
     ("untied_copy", "nanogpt", "data", "wte"),
     ("norm_counted_twice", "nanogpt", "tensor", ""),
+    ("gathered_gradient_not_summed", "nanogpt", "sequence", "h.1"),
+    ("forgotten_norm_gradients", "nanogpt", "sequence", "h.1"),
     ("gradient_of_zeros", "streams", "pipeline", "right.3"),
 ]
 CASES = [
@@ -107,7 +110,7 @@ def test_a_planted_fault_is_caught_in_its_layer(
     assert not layer or ".py:" in found.first.where
 
 
-@pytest.mark.parametrize(("model", "strategy"), [("nanogpt", "tensor"), ("streams", "pipeline"), ("cnn", "model")])
+@pytest.mark.parametrize(("model", "strategy"), [("nanogpt", "tensor"), ("nanogpt", "sequence"), ("streams", "pipeline"), ("cnn", "model")])
 def test_without_a_fault_all_is_equal(model: str, strategy: str) -> None:
     found, checks = compare(subject(model, strategy))
     assert found.status == "equal", found.first
