@@ -110,7 +110,9 @@ def test_a_planted_fault_is_caught_in_its_layer(
     assert not layer or ".py:" in found.first.where
 
 
-@pytest.mark.parametrize(("model", "strategy"), [("nanogpt", "tensor"), ("nanogpt", "sequence"), ("streams", "pipeline"), ("cnn", "model")])
+@pytest.mark.parametrize(
+    ("model", "strategy"), [("nanogpt", "tensor"), ("nanogpt", "sequence"), ("streams", "pipeline"), ("cnn", "model")]
+)
 def test_without_a_fault_all_is_equal(model: str, strategy: str) -> None:
     found, checks = compare(subject(model, strategy))
     assert found.status == "equal", found.first
