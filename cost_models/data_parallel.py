@@ -20,15 +20,26 @@ and what hides is not free: its kernels hold streaming multiprocessors and memor
 from __future__ import annotations
 
 import dataclasses
+import functools
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
 
 from autoplan.cluster import Cluster
 from autoplan.cost_models.communication import Group, all_gather_s, all_reduce_s, reduce_scatter_s
+from autoplan.cost_models.piecewise import at_values
 from autoplan.cost_models.software import EAGER, Software
 from autoplan.plan import Strategy
 
+Floats = NDArray[np.float64]
+Integers = NDArray[np.int64]
+Exposed = Callable[[Any, Any, Any], Any]
+
 # NCCL runs 16 to 24 channels, a multiprocessor each, of 108 to 132: compute beside it slows by about that share.
-_CONTENTION = 0.15
+CONTENTION = 0.15
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,49 +71,134 @@ def data_parallel_time(
     forward_s: float = 0.0,
     backward_s: float = 0.0,
     software: Software = EAGER,
+    prefetch: bool = True,
 ) -> DataParallelTime:
     """The data axis of one stage of ``layers`` layers.
 
     ``forward_s``/``backward_s`` are one micro-batch's compute that may run beside the transfers: give 0 where the
     runtime overlaps nothing. ``weight_bytes`` and ``gradient_bytes`` are one tensor rank's, unsharded over data.
+    ``prefetch``: whether ZeRO-3 gathers a layer's weights while another computes.
     """
-    n = strategy.data
-    if n == 1:
+    if strategy.data == 1:
         return DataParallelTime()
     if not software.data_overlap:
         forward_s = backward_s = 0.0
-    cluster = _reached(cluster, software.data_links)
-    group = Group(size=n, stride=strategy.tensor)
-    pieces = max(layers, 1)
-    share = (n - 1) / n
-    if strategy.zero_stage == 0:
-        each = all_reduce_s(cluster, group, gradient_bytes / pieces)
-        total = each * pieces
-        return DataParallelTime(
-            step_s=_exposed(total, each, backward_s), total_s=total, bytes_per_step=2 * share * gradient_bytes
-        )
-    scatter = reduce_scatter_s(cluster, group, gradient_bytes / pieces)
-    gather = all_gather_s(cluster, group, weight_bytes / pieces)
-    if strategy.zero_stage == 1:
-        return DataParallelTime(
-            step_s=_exposed(scatter * pieces, scatter, backward_s) + gather * pieces,
-            total_s=(scatter + gather) * pieces,
-            bytes_per_step=share * (gradient_bytes + weight_bytes),
-        )
-    micro_batches = strategy.micro_batches
-    if strategy.zero_stage == 2:
-        return DataParallelTime(
-            backward_s=_exposed(scatter * pieces, scatter, backward_s),
-            step_s=gather * pieces,
-            total_s=(scatter * micro_batches + gather) * pieces,
-            bytes_per_step=share * (gradient_bytes * micro_batches + weight_bytes),
-        )
-    return DataParallelTime(
-        forward_s=_exposed(gather * pieces, gather, forward_s),
-        backward_s=_exposed((gather + scatter) * pieces, gather + scatter, backward_s),
-        total_s=(2 * gather + scatter) * pieces * micro_batches,
-        bytes_per_step=share * (2 * weight_bytes + gradient_bytes) * micro_batches,
+    shown, total_s = _shown(
+        strategy,
+        _collectives(cluster, strategy, software),
+        weight_bytes,
+        gradient_bytes,
+        max(layers, 1),
+        (forward_s if prefetch else 0.0, backward_s),
+        prefetch=prefetch,
     )
+    return DataParallelTime(
+        forward_s=float(shown[0]),
+        backward_s=float(shown[1]),
+        step_s=float(shown[2]),
+        total_s=float(total_s),
+        bytes_per_step=_bytes_per_step(strategy, weight_bytes, gradient_bytes),
+    )
+
+
+def exposed_times(
+    cluster: Cluster,
+    *,
+    strategy: Strategy,
+    weight_bytes: Floats,
+    gradient_bytes: Floats,
+    layers: Floats | Integers,
+    backward_s: Floats,
+) -> tuple[Floats, Floats, Floats]:
+    """``forward_s``, ``backward_s`` and ``step_s`` of :func:`data_parallel_time` for many stages of one strategy,
+    without prefetch."""
+    if strategy.data == 1:
+        nothing = np.zeros(len(layers))
+        return nothing, nothing, nothing
+    one = _collectives(cluster, strategy, EAGER)
+    many = Collectives(*(functools.partial(at_values, price) for price in one))
+    pieces, compute = np.maximum(layers, 1), (0.0, backward_s)
+    shown, _ = _shown(strategy, many, weight_bytes, gradient_bytes, pieces, compute, prefetch=False)
+    forward, backward, step = (np.broadcast_to(seconds, np.shape(layers)) for seconds in shown)
+    return forward, backward, step
+
+
+def least_exposed_times(
+    cluster: Cluster, *, strategy: Strategy, weight_bytes: float, gradient_bytes: float, backward_s: Floats
+) -> tuple[Floats, Floats]:
+    """(forward and backward, step) that no split of these bytes into stages and layers goes below in sum, where all of
+    their backward takes ``backward_s``; the same without prefetch.
+
+    A transfer of a sum takes no longer than the parts' transfers, and what hides is no more than what it hides behind.
+    """
+    if strategy.data == 1:
+        return np.zeros(len(backward_s)), np.zeros(len(backward_s))
+    price, compute = _collectives(cluster, strategy, EAGER), (0.0, backward_s)
+    shown, _ = _shown(strategy, price, weight_bytes, gradient_bytes, 1, compute, prefetch=False, exposed=_least_exposed)
+    forward, backward, step = (np.broadcast_to(seconds, np.shape(backward_s)) for seconds in shown)
+    return forward + backward, step
+
+
+class Collectives(NamedTuple):
+    """Seconds of a transfer of so many bytes over the data axis."""
+
+    all_reduce: Callable[[Any], Any]
+    reduce_scatter: Callable[[Any], Any]
+    all_gather: Callable[[Any], Any]
+
+
+def _collectives(cluster: Cluster, strategy: Strategy, software: Software) -> Collectives:
+    reached = _reached(cluster, software.data_links)
+    group = Group(size=strategy.data, stride=strategy.tensor)
+    return Collectives(
+        *(functools.partial(price, reached, group) for price in (all_reduce_s, reduce_scatter_s, all_gather_s))
+    )
+
+
+def _shown(
+    strategy: Strategy,
+    price: Collectives,
+    weight_bytes: Any,
+    gradient_bytes: Any,
+    pieces: Any,
+    compute_s: tuple[Any, Any],
+    *,
+    prefetch: bool,
+    exposed: Exposed | None = None,
+) -> tuple[tuple[Any, Any, Any], Any]:
+    """Seconds that show in every forward, every backward and once a step, and of all transfers; numbers or arrays.
+    ``compute_s``: what may run beside the gathers of the forward, and beside the backward."""
+    exposed = exposed or _exposed
+    zero, forward_s, backward_s = strategy.zero_stage, *compute_s
+    if zero == 0:
+        each = price.all_reduce(gradient_bytes / pieces)
+        return (0.0, 0.0, exposed(each * pieces, each, backward_s)), each * pieces
+    scatter = price.reduce_scatter(gradient_bytes / pieces)
+    gather = price.all_gather(weight_bytes / pieces)
+    if zero == 1:
+        step = exposed(scatter * pieces, scatter, backward_s) + gather * pieces
+        return (0.0, 0.0, step), (scatter + gather) * pieces
+    micro_batches = strategy.micro_batches
+    if zero == 2:
+        backward = exposed(scatter * pieces, scatter, backward_s)
+        return (0.0, backward, gather * pieces), (scatter * micro_batches + gather) * pieces
+    total = (2 * gather + scatter) * pieces * micro_batches
+    if not prefetch:
+        backward = gather * pieces + exposed(scatter * pieces, scatter, backward_s)
+        return (gather * pieces, backward, 0.0), total
+    forward = exposed(gather * pieces, gather, forward_s)
+    return (forward, exposed((gather + scatter) * pieces, gather + scatter, backward_s), 0.0), total
+
+
+def _bytes_per_step(strategy: Strategy, weight_bytes: float, gradient_bytes: float) -> float:
+    share, micro_batches = (strategy.data - 1) / strategy.data, strategy.micro_batches
+    if strategy.zero_stage == 0:
+        return share * 2 * gradient_bytes
+    if strategy.zero_stage == 1:
+        return share * (gradient_bytes + weight_bytes)
+    if strategy.zero_stage == 2:
+        return share * (gradient_bytes * micro_batches + weight_bytes)
+    return share * (2 * weight_bytes + gradient_bytes) * micro_batches
 
 
 def _reached(cluster: Cluster, share: float) -> Cluster:
@@ -115,7 +211,12 @@ def _reached(cluster: Cluster, share: float) -> Cluster:
     return dataclasses.replace(cluster, intra=intra, inter=inter)
 
 
-def _exposed(total_s: float, unhidden_s: float, compute_s: float) -> float:
+def _exposed(total_s: Any, unhidden_s: Any, compute_s: Any) -> Any:
     """One piece shows always, the rest where it outlasts the compute beside it, and what hides slows that compute."""
-    shown = min(total_s, max(unhidden_s, total_s - compute_s))
-    return shown + _CONTENTION * (total_s - shown)
+    shown = np.minimum(total_s, np.maximum(unhidden_s, total_s - compute_s))
+    return shown + CONTENTION * (total_s - shown)
+
+
+def _least_exposed(total_s: Any, _: Any, compute_s: Any) -> Any:
+    """The same of stages and layers that are not told apart."""
+    return CONTENTION * total_s + (1 - CONTENTION) * np.maximum(0.0, total_s - compute_s)

@@ -6,7 +6,8 @@ in the length of the pipeline; some stage synchronises at least the average grad
     (M - 1) max(P / S, p_max) + P + Y(G / S)
 
 with P the periods of all layers plus the sends between S stages and what sharded state exposes (transfers of a sum
-never take longer than the sum of transfers: latency counts once a piece). Memory. Some GPU holds at least the average
+never take longer than the sum of transfers: latency counts once a piece; and all that hides is no more than all that it
+hides behind). Memory. Some GPU holds at least the average
 of what all hold with the least activations kept, one micro-batch in flight; and some GPU holds each layer.
 
 The simulated step has a bound of its own (:mod:`autoplan.search.simulated`).
@@ -18,6 +19,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -45,23 +47,18 @@ class LowerBounds:
 def lower_bounds(space: Space, candidates: Candidates) -> LowerBounds:
     """Bounds of all ``candidates``, priced once for each value that differs."""
     rows = len(candidates)
-    period, longest = np.zeros(rows), np.zeros(rows)
-    sends, exposed, lesser_share = np.zeros(rows), np.zeros(rows), np.zeros(rows)
-    tail, first_tail, short = np.zeros(rows), np.zeros(rows), np.zeros(rows)
+    period, longest, backward = np.zeros(rows), np.zeros(rows), np.zeros(rows)
+    sends, lesser_share = np.zeros(rows), np.zeros(rows)
     for where, strategy in _alike(candidates, ("tensor", "micro_batch_size")):
         chain = space.chain(strategy.tensor, strategy.micro_batch_size)
         period[where] = chain.period[-1]
+        backward[where] = chain.backward[-1]
         longest[where] = chain.longest_s
         lesser_share[where] = chain.lesser_share
-    for where, strategy in _alike(candidates, ("tensor", "micro_batch_size", "data", "pipeline")):
-        sends[where] = 2 * (strategy.pipeline - 1) * _least_send_s(space, strategy)
-    for where, strategy in _alike(candidates, ("tensor", "data", "pipeline", "zero_stage")):
-        exposed[where], tail[where], first_tail[where] = _data_axis(space, strategy)
-    capacity = space.problem.usable_bytes * (1 - MARGIN)
-    for where, strategy in _alike(candidates, ("tensor", "micro_batch_size", "data", "zero_stage", "staged")):
-        share, alone = least_bytes(space, strategy)
-        fixed = space.states(strategy).fixed_bytes
-        short[where] = fixed + np.maximum(share / candidates.pipeline[where], alone) - capacity
+    far = candidates.data * candidates.tensor >= space.problem.cluster.gpus_per_node
+    for where, strategy in _alike(candidates, ("tensor", "micro_batch_size", "staged"), far):
+        sends[where] = 2 * (candidates.pipeline[where] - 1) * _least_send_s(space, strategy)
+    exposed, tail, first_tail = _data_axis(space, candidates, backward)
     simulated = simulated_bound_s(
         schedule=candidates.schedule,
         stages=candidates.pipeline,
@@ -77,15 +74,21 @@ def lower_bounds(space: Space, candidates: Candidates) -> LowerBounds:
     if candidates.schedule == "gpipe":  # its sends only lengthen the pipeline
         bottleneck = longest
     step = (candidates.micro_batches - 1) * bottleneck + whole + tail
-    return LowerBounds(step, short, simulated + np.where(candidates.pipeline > 1, first_tail, tail))
+    late = np.where(candidates.pipeline > 1, first_tail, tail)
+    return LowerBounds(step, _short_bytes(space, candidates), simulated + late)
 
 
-def _alike(candidates: Candidates, columns: tuple[str, ...]) -> list[tuple[NDArray[np.int64], Strategy]]:
-    """Positions of the candidates that share ``columns``, with one of them."""
+def _alike(
+    candidates: Candidates, columns: tuple[str, ...], *more: NDArray[Any]
+) -> list[tuple[NDArray[np.int64], Strategy]]:
+    """Positions of the candidates that share ``columns`` (and values of ``more``), with one of them."""
     if not len(candidates):
         return []
-    keys = np.stack([getattr(candidates, name) for name in columns], axis=1)
-    _, first, back = np.unique(keys, axis=0, return_index=True, return_inverse=True)
+    keys = np.zeros(len(candidates), dtype=np.int64)
+    for values in (*(getattr(candidates, name) for name in columns), *more):
+        distinct, place = np.unique(values, return_inverse=True)
+        keys = keys * len(distinct) + place.reshape(-1)
+    _, first, back = np.unique(keys, return_index=True, return_inverse=True)
     order = np.argsort(back.reshape(-1), kind="stable")
     parts = np.split(order, np.cumsum(np.bincount(back.reshape(-1)))[:-1])
     return [(part, candidates.strategy(int(index))) for part, index in zip(parts, first, strict=True)]
@@ -100,19 +103,43 @@ def _least_send_s(space: Space, strategy: Strategy) -> float:
     return communication.send_s(space.problem.cluster, least, distance)
 
 
-def _data_axis(space: Space, strategy: Strategy) -> tuple[float, float, float]:
-    """Exposed seconds a micro-batch over all stages, the tail of the stage that has the most, and the tail of the first
-    layer alone."""
-    elements, trainable = space.totals(strategy.tensor)
-    tables = space.tables(strategy)
-    whole = tables.data_axis(elements, trainable, 1)
-    part = tables.data_axis(elements / strategy.pipeline, trainable / strategy.pipeline, 1)
-    alone = min(
-        tables.data_axis(first.elements, first.trainable, 1).step_s + tables.optimizer_s(first.trainable)
-        for first in (tables.chain.costs[int(tables.chain.kinds[layer])] for layer in space.first_layers)
-    )
-    tail = part.step_s + tables.optimizer_s(trainable / strategy.pipeline)
-    return whole.forward_s + whole.backward_s, tail, alone
+def _data_axis(space: Space, candidates: Candidates, backward_s: Floats) -> tuple[Floats, Floats, Floats]:
+    """For every candidate the seconds a micro-batch that its data axis exposes at least over all stages, the tail that
+    some stage has at least, and the least tail of a layer that may come first."""
+    exposed, tail, first_tail = np.zeros(len(candidates)), np.zeros(len(candidates)), np.zeros(len(candidates))
+    for where, strategy in _alike(candidates, ("tensor", "data", "zero_stage")):
+        elements, trainable = space.totals(strategy.tensor)
+        tables = space.tables(strategy)
+        stages = candidates.pipeline[where]
+        every, once = tables.least_data_axis(elements, trainable, backward_s[where])
+        exposed[where] = every
+        average = (once + tables.optimizer_s(trainable)) / stages
+        # The stage with the most parameters has at least an even share, and may hide what can be hidden.
+        of_share = np.zeros(len(where))
+        for count in np.unique(stages):
+            of_share[stages == count] = _hidden_tail_s(tables, elements / count, trainable / count)
+        tail[where] = np.maximum(average, of_share)
+        kinds = {int(tables.chain.kinds[layer]) for layer in space.first_layers}
+        costs = [tables.chain.costs[kind] for kind in sorted(kinds)]
+        first_tail[where] = min(_hidden_tail_s(tables, c.elements, c.trainable) for c in costs)
+    return exposed, tail, first_tail
+
+
+def _hidden_tail_s(tables: Tables, elements: float, trainable: float) -> float:
+    """The least tail of a stage with so many parameters, however long its backward."""
+    _, once = tables.least_data_axis(elements, trainable, np.array([math.inf]))
+    return float(once[0]) + tables.optimizer_s(trainable)
+
+
+def _short_bytes(space: Space, candidates: Candidates) -> Floats:
+    """Bytes above the memory of a GPU that every candidate needs at least; negative where some are free."""
+    capacity = space.problem.usable_bytes * (1 - MARGIN)
+    short = np.zeros(len(candidates))
+    for where, strategy in _alike(candidates, ("tensor", "micro_batch_size", "data", "zero_stage", "staged")):
+        share, alone = least_bytes(space, strategy)
+        fixed = space.states(strategy).fixed_bytes
+        short[where] = fixed + np.maximum(share / candidates.pipeline[where], alone) - capacity
+    return short
 
 
 def least_bytes(space: Space, strategy: Strategy) -> tuple[float, float]:

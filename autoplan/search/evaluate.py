@@ -176,7 +176,9 @@ def stage_costs(
         recompute_s=sum(c.extra_s[p] for c, p in zip(costs, policies, strict=True)),
         tensor_forward_s=sum(c.tensor_forward_s for c in costs),
         tensor_backward_s=sum(c.tensor_backward_s for c in costs),
-        data=tables.data_axis(elements.total, elements.trainable, end - first),
+        data=tables.data_axis(
+            elements.total, elements.trainable, end - first, backward_s=sum(c.backward_s for c in costs)
+        ),
         tied_s=tables.tied_apart_s(first, end),
         optimizer_s=tables.optimizer_s(elements.trainable),
     )

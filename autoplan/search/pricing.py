@@ -8,19 +8,14 @@ goes for states: bytes a parameter come from a layer of 2^20 parameters.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
 from dataclasses import dataclass
-
-import numpy as np
-from numpy.typing import NDArray
 
 from autoplan.cluster import Cluster, Device
 from autoplan.cost_models import communication, compute, memory
 from autoplan.cost_models.memory import Recipe, stage_memory
+from autoplan.cost_models.piecewise import at_values as at_values
 from autoplan.layers.types import LayerKind, Parameter
 from autoplan.plan import Strategy
-
-Floats = NDArray[np.float64]
 
 _NO_STATE = Recipe(name="no state", weights=0.0, gradients=0.0, master_weights=0.0, optimizer_state=0.0)
 _PROBE_ELEMENTS = 2**20
@@ -126,19 +121,3 @@ def state_costs(strategy: Strategy, recipe: Recipe, device: Device) -> StateCost
         fixed_bytes=sum(frozen[name] for name in _FIXED),
         reserve=0.0 if device.is_cpu else memory.ALLOCATOR_RESERVE,
     )
-
-
-def at_values(price: Callable[[float], float], values: Floats, *, most_calls: int = 2048) -> Floats:
-    """``price`` at every value, asking once for equal ones.
-
-    Prices of transfers are affine in the bytes but for a few kinks, so that above ``most_calls`` distinct values a grid
-    and straight lines between its points serve; a plan is always priced again exactly.
-    """
-    distinct, back = np.unique(values, return_inverse=True)
-    if len(distinct) <= most_calls:
-        prices = np.array([price(float(v)) for v in distinct])
-        return prices[back].reshape(values.shape)
-    positive = distinct[distinct > 0]
-    grid = np.unique(np.geomspace(positive[0], positive[-1], most_calls // 4))
-    prices = np.interp(values, grid, [price(float(v)) for v in grid])
-    return np.where(values > 0, prices, price(0.0))

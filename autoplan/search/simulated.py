@@ -84,7 +84,7 @@ def with_simulated_bound(tables: Tables, solution: Solution | None, left_out_s: 
             return solution
         return Solution(split=None, lower_bound_s=math.inf, proven_by="bound", simulated_bound_s=left_out_s)
     strategy, bound = tables.strategy, solution.bound
-    sends = [float(np.max(tables.sends_around(stage))) for stage in range(strategy.pipeline)]
+    sends = tables.sends.max(axis=1).tolist()
     period = bound.sum_s - sum(sends)
     longest = bound.bottleneck_s - (max(sends) if strategy.schedule != "gpipe" else 0.0)
     found = simulated_bound_s(

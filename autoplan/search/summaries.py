@@ -5,7 +5,10 @@ from __future__ import annotations
 from autoplan.plan import ModelSummary, Strategy
 from autoplan.search.problem import Problem
 
-_OVERLAP = "communication is priced as if no compute hid it; gradients are synchronised beside the last backward"
+_OVERLAP = (
+    "gradients are synchronised beside the backward of operators, all but the last layer's; "
+    "other communication waits for nothing and hides behind nothing"
+)
 
 
 def model_summary(problem: Problem) -> ModelSummary:

@@ -5,7 +5,7 @@ For a span held by a stage with f micro-batches in flight (:mod:`autoplan.cost_m
 
     states + fixed + (1 + r) max(temporary, f saved + window + passing + gathered) <= capacity
     period = forward + backward + recompute + what sharded state exposes every micro-batch
-    tail   = gradient synchronisation + optimizer step
+    tail   = what gradient synchronisation exposes beside the last backward + optimizer step
 
 1F1B alternates with its neighbours, so a send holds up every micro-batch: a stage's period counts the send into it and
 the one out of it (w micro-batches in flight make a round trip of w periods, so that over uniform stages this is the
@@ -17,7 +17,6 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -27,11 +26,12 @@ from numpy.typing import NDArray
 from autoplan import schedules
 from autoplan.cluster import Cluster
 from autoplan.cost_models import communication, compute
-from autoplan.cost_models.data_parallel import DataParallelTime, data_parallel_time
+from autoplan.cost_models.data_parallel import DataParallelTime, data_parallel_time, exposed_times, least_exposed_times
+from autoplan.cost_models.piecewise import at_values
 from autoplan.cost_models.recipes import Recipe
 from autoplan.plan import Strategy
 from autoplan.search.chain import Chain
-from autoplan.search.pricing import StateCosts, at_values
+from autoplan.search.pricing import StateCosts
 from autoplan.search.split import SplitProblem, StageTable
 from autoplan.search.timing import StageTimes
 
@@ -75,7 +75,7 @@ class Tables:
         """The split problem where [S, R] rows recompute for ``extra`` seconds, at least or ``exact``-ly."""
         period = np.take(self.base_period + extra, self._alike[2], axis=1)
         period[self._illegal] = math.inf
-        cost = period + self._sends
+        cost = period + self.sends
 
         def refine(arcs: Flags) -> SplitProblem:
             asked = np.zeros(exact.shape, dtype=bool)
@@ -118,9 +118,15 @@ class Tables:
         return np.array([self.in_flight(stage) for stage in range(self.strategy.pipeline)])
 
     @cached_property
-    def _sends(self) -> Floats:
+    def sends(self) -> Floats:
         """[S, n] seconds a micro-batch that every span receives and sends on each stage."""
-        return np.stack([self.sends_around(stage) for stage in range(self.strategy.pipeline)])
+        first, end = self.spans
+        if self.chain.crossing is not None:
+            return np.stack([self.sends_around(stage) for stage in range(self.strategy.pipeline)])
+        nothing = np.zeros(self.chain.layers + 1)
+        boundaries = [self.send_s(boundary) for boundary in range(self.strategy.pipeline - 1)]
+        across = np.stack([nothing, *boundaries, nothing])
+        return across[:-1, first] + across[1:, end]
 
     @cached_property
     def _illegal(self) -> Flags:
@@ -158,7 +164,8 @@ class Tables:
         forward, backward, tails = [], [], []
         for first, end, row, extra in zip(*self.spans, self._alike[2], self._split_extra, strict=True):
             elements, trainable = float(self.elements[row]), float(self.trainable[row])
-            data = self.data_axis(elements, trainable, int(end - first))
+            hiding = float(self.chain.backward[end] - self.chain.backward[first])
+            data = self.data_axis(elements, trainable, int(end - first), backward_s=hiding)
             ahead = float(self.chain.forward[end] - self.chain.forward[first])
             forward.append(ahead + data.forward_s)
             period = float(self.chain.period[end] - self.chain.period[first] + extra)
@@ -249,20 +256,32 @@ class Tables:
     def base_period(self) -> Floats:
         """Seconds of a micro-batch without recompute and sends."""
         first, end = self.rows
-        period = self.chain.period[end] - self.chain.period[first]
-        if self.strategy.zero_stage < 2:
-            return period
-        return period + self._data_axis(lambda t: t.forward_s + t.backward_s)
+        forward_s, backward_s, _ = self._exposed
+        return self.chain.period[end] - self.chain.period[first] + (forward_s + backward_s)
 
     @cached_property
     def tail(self) -> Floats:
         """Seconds after the last backward: synchronisation of gradients, the optimizer, tied copies."""
         first, end = self.rows
-        synchronise = self._data_axis(lambda t: t.step_s) if self.strategy.data > 1 else np.zeros(len(first))
+        synchronise = self._exposed[2]
         step = at_values(self.optimizer_s, self.trainable)
         for group, apart in self.chain.shares_tied(first, end) if self.strategy.pipeline > 1 else ():
             synchronise = synchronise + np.where(apart, self.tied_s(group.elements), 0.0)
         return synchronise + step
+
+    @cached_property
+    def _exposed(self) -> tuple[Floats, Floats, Floats]:
+        """[R] seconds of the data axis that show in every forward, in every backward, and once a step."""
+        first, end = self.rows
+        backward = self.chain.backward[end] - self.chain.backward[first]
+        return exposed_times(
+            self.cluster,
+            strategy=self.strategy,
+            weight_bytes=self.elements * self.recipe.weights,
+            gradient_bytes=self.trainable * self.recipe.gradients,
+            layers=self.chain.sizes[end] - self.chain.sizes[first],
+            backward_s=backward,
+        )
 
     @cached_property
     def elements(self) -> Floats:
@@ -372,24 +391,29 @@ class Tables:
         apart = communication.Group(size=2, stride=strategy.data * strategy.tensor * (strategy.pipeline - 1))
         return communication.all_reduce_s(self.cluster, apart, elements * self.recipe.gradients)
 
-    def data_axis(self, elements: float, trainable: float, layers: int) -> DataParallelTime:
-        """The data axis of one stage. The runtime hides none of it behind compute, so none is hidden here."""
+    def data_axis(self, elements: float, trainable: float, layers: int, *, backward_s: float) -> DataParallelTime:
+        """The data axis of one stage whose operators' backward takes ``backward_s`` a micro-batch: the runtime sums
+        gradients beside the backward that makes them, and gathers with nothing beside. What a layer recomputes could
+        hide some too, and is taken to hide none."""
         return data_parallel_time(
             self.cluster,
             strategy=self.strategy,
             weight_bytes=elements * self.recipe.weights,
             gradient_bytes=trainable * self.recipe.gradients,
             layers=layers,
+            backward_s=backward_s,
+            prefetch=False,
         )
 
-    def _data_axis(self, pick: Callable[[DataParallelTime], float]) -> Floats:
-        """``pick`` of every span's data axis. A transfer a layer, weights and gradients apart: nothing is hidden, so
-        that times add."""
-        first, end = self.rows
-        layers = self.chain.sizes[end] - self.chain.sizes[first]
-        gradients = at_values(lambda each: pick(self.data_axis(0.0, each, 1)), self.trainable / layers)
-        weights = at_values(lambda each: pick(self.data_axis(each, 0.0, 1)), self.elements / layers)
-        return layers * (gradients + weights)
+    def least_data_axis(self, elements: float, trainable: float, backward_s: Floats) -> tuple[Floats, Floats]:
+        """What the data axis exposes at least, every micro-batch and once, where these are split into stages."""
+        return least_exposed_times(
+            self.cluster,
+            strategy=self.strategy,
+            weight_bytes=elements * self.recipe.weights,
+            gradient_bytes=trainable * self.recipe.gradients,
+            backward_s=backward_s,
+        )
 
     def held_bytes(self, first: int, end: int) -> float:
         """Bytes a micro-batch that one span keeps of what it receives, beyond what its layers count."""
@@ -439,10 +463,12 @@ class Tables:
 
     def send_s(self, boundary: int) -> Floats:
         """[L + 1] seconds to send one micro-batch from stage ``boundary`` to the next, by cut."""
-        if boundary not in self._by_boundary:
-            distance = self.strategy.data * self.strategy.tensor
+        distance = self.strategy.data * self.strategy.tensor
+        # Boundaries that lie alike in their nodes take the same time.
+        alike = boundary * distance % self.cluster.gpus_per_node
+        if alike not in self._by_boundary:
             distinct, back = self.chain.distinct_cuts
-            self._by_boundary[boundary] = np.array(
+            self._by_boundary[alike] = np.array(
                 [communication.boundary_send_s(self.cluster, b, stage=boundary, distance=distance) for b in distinct]
             )[back]
-        return self._by_boundary[boundary]
+        return self._by_boundary[alike]
