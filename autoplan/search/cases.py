@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from autoplan.plan import Strategy
+from autoplan.search.constraints import asked
 from autoplan.search.evaluate import Evaluation
 from autoplan.search.families import FamilyBest, gib
 from autoplan.search.problem import Problem
@@ -23,7 +24,7 @@ def case(problem: Problem, evaluation: Evaluation, families: tuple[FamilyBest, .
 def _why(problem: Problem, evaluation: Evaluation, by_name: dict[str, FamilyBest]) -> str:
     strategy = evaluation.strategy
     if problem.forced:
-        forced = ", ".join(f"{key} {value}" for key, value in problem.forced.items())
+        forced = ", ".join(f"{key} {value}" for key, value in asked(problem).items())
         return f"Forced: {forced}; the rest is planned: {strategy.describe()}"
     one = by_name.get("one GPU")
     memory = gib(problem.cluster.device.memory_bytes)

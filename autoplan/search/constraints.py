@@ -1,45 +1,146 @@
-"""Limits that the user sets beside degrees: memory kept free on every GPU, and the most GPUs to use.
+"""Limits that the user sets beside degrees: memory kept free, the most GPUs, ranges of degrees, fixed stage boundaries,
+and axes kept inside a node.
 
-They come with the strategy's keys (``memory_headroom``, ``max_gpus``) and hold whatever else is planned or freed.
+They come with the strategy's keys (``memory_headroom``, ``max_gpus``, ``pipeline<=4`` as ``{"pipeline": "<=4"}``,
+``stages``, ``inside_node``) and hold whatever else is planned or freed.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import re
+from collections.abc import Mapping
 from typing import Any
 
-from autoplan.errors import StrategyError
-from autoplan.search.problem import Problem
+import numpy as np
+from numpy.typing import NDArray
 
-LIMITS = ("memory_headroom", "max_gpus")
+from autoplan.errors import StrategyError
+from autoplan.search.boundaries import read_stages
+from autoplan.search.degrees import Candidates
+from autoplan.search.problem import Problem
+from autoplan.search.ranges import read_range
+
+LIMITS = ("memory_headroom", "max_gpus", "stages", "inside_node")
+AXES = ("tensor", "context", "expert", "data", "pipeline")
 _MOST_HEADROOM = 0.95
 
 
 def with_limits(problem: Problem) -> Problem:
-    """``problem`` with its limits read from ``forced`` into fields of their own, and said in the assumptions.
+    """``problem`` with its limits read from ``forced`` into fields of their own, and said in the assumptions; ``base``
+    is the problem as it was asked.
 
     Raises :class:`StrategyError` for values that are none, and for a limit that forced degrees break.
     """
-    if not any(key in problem.forced for key in LIMITS):
+    ranges = {key: read_range(key, value) for key, value in problem.forced.items() if key not in LIMITS}
+    ranged = {key: found for key, found in ranges.items() if found is not None}
+    if not ranged and not any(key in problem.forced for key in LIMITS):
         return problem
-    rest = {key: value for key, value in problem.forced.items() if key not in LIMITS}
-    headroom, most = problem.memory_headroom, problem.max_gpus
-    said = []
-    if "memory_headroom" in problem.forced:
-        headroom = _share(problem.forced["memory_headroom"])
-        said.append(f"{headroom * 100:g}% of every GPU's memory is kept free, as asked")
-    if "max_gpus" in problem.forced:
-        most = _count(problem.forced["max_gpus"])
-        said.append(f"at most {most} GPUs are used, as asked")
-        _check_degrees(rest, most)
-    return dataclasses.replace(
-        problem,
-        forced=rest,
-        memory_headroom=headroom,
-        max_gpus=most,
-        assumptions=(*said, *problem.assumptions),
-    )
+    rest = {key: value for key, value in problem.forced.items() if key not in LIMITS and key not in ranged}
+    changed = dataclasses.replace(problem, forced=rest, ranges={**problem.ranges, **ranged}, base=problem)
+    said = [f"{key} {found}, as asked" for key, found in ranged.items()]
+    for key, read in (
+        ("memory_headroom", _with_headroom),
+        ("max_gpus", _with_most),
+        ("stages", _with_stages),
+        ("inside_node", _inside_node),
+    ):
+        if key in problem.forced:
+            changed, sentence = read(changed, problem.forced[key])
+            said.append(sentence)
+    lowest = ranged["tensor"].lowest if "tensor" in ranged else 1
+    if lowest > problem.cluster.gpus_per_node and problem.max_tensor is None:
+        changed = dataclasses.replace(changed, max_tensor=problem.cluster.gpus)
+    return dataclasses.replace(changed, assumptions=(*said, *problem.assumptions))
+
+
+def asked(problem: Problem) -> Mapping[str, Any]:
+    """All that the user forced or limited, as it was given (pairs as lists, as a plan file has them)."""
+    given = problem.base.forced if problem.base is not None else problem.forced
+    return {key: _listed(value) for key, value in given.items()}
+
+
+def _listed(value: Any) -> Any:
+    return [_listed(item) for item in value] if isinstance(value, (tuple, list)) else value
+
+
+def freed(problem: Problem) -> Problem:
+    """``problem`` without what was forced; its limits stay, but for the stage boundaries."""
+    return dataclasses.replace(problem, forced={}, stages=())
+
+
+def allowed(problem: Problem, candidates: Candidates) -> Candidates:
+    """The candidates that keep to the ranges of ``problem``, and to the axes that stay inside a node."""
+    if not problem.ranges and not problem.inside_node:
+        return candidates
+    keep = np.ones(len(candidates), dtype=bool)
+    for key, found in problem.ranges.items():
+        keep &= found.allows(np.asarray(getattr(candidates, key, np.ones(len(candidates), dtype=np.int64))))
+    for axis in problem.inside_node:
+        keep &= _stays_inside(candidates, axis, problem.cluster.gpus_per_node)
+    columns = {
+        column.name: getattr(candidates, column.name)[keep]
+        for column in dataclasses.fields(candidates)
+        if isinstance(getattr(candidates, column.name), np.ndarray)
+    }
+    return dataclasses.replace(candidates, **columns)
+
+
+def _stays_inside(candidates: Candidates, axis: str, gpus_per_node: int) -> NDArray[np.bool_]:
+    """Whether no group of ``axis`` crosses a node: ranks are laid out tensor first, then data, then pipeline."""
+    inner = {"tensor": candidates.tensor, "data": candidates.tensor * candidates.data, "pipeline": candidates.gpus}
+    if axis not in inner:
+        return np.ones(len(candidates), dtype=bool)  # an axis that no candidate has
+    fits = (gpus_per_node % inner[axis] == 0) | (candidates.gpus <= gpus_per_node)
+    return fits | (getattr(candidates, axis) == 1)
+
+
+Limited = tuple[Problem, str]
+
+
+def _with_headroom(problem: Problem, value: Any) -> Limited:
+    share = _share(value)
+    sentence = f"{share * 100:g}% of every GPU's memory is kept free, as asked"
+    return dataclasses.replace(problem, memory_headroom=share), sentence
+
+
+def _with_most(problem: Problem, value: Any) -> Limited:
+    most = _count(value)
+    _check_degrees(dict(problem.forced), most)
+    return dataclasses.replace(problem, max_gpus=most), f"at most {most} GPUs are used, as asked"
+
+
+def _with_stages(problem: Problem, value: Any) -> Limited:
+    """The pipeline degree follows from the boundaries."""
+    cuts = read_stages([layer.name for layer in problem.layers.layers], value)
+    stages = len(cuts) - 1
+    given = problem.forced.get("pipeline")
+    if given is not None and str(given) != str(stages):
+        raise StrategyError(
+            f"`pipeline` {given} and `stages`, which are {stages}, contradict each other",
+            where="strategy keys `pipeline`, `stages`",
+            legal=f"pipeline {stages}, or {given} stages",
+            attempt="leave either out",
+        )
+    spans = ", ".join(f"{first}-{end - 1}" for first, end in itertools.pairwise(cuts))
+    changed = dataclasses.replace(problem, stages=cuts, forced={**problem.forced, "pipeline": stages})
+    return changed, f"stage boundaries as asked: layers {spans}"
+
+
+def _inside_node(problem: Problem, value: Any) -> Limited:
+    items = re.split(r"[,|\s]+", value.strip()) if isinstance(value, str) else list(value or ())
+    for item in items:
+        if item not in AXES:
+            raise StrategyError(
+                f"`inside_node` cannot hold {item!r}",
+                where="strategy key `inside_node`",
+                legal=", ".join(AXES),
+                attempt="inside_node=tensor",
+            )
+    if not items:
+        raise StrategyError(f"`inside_node` cannot be {value!r}", legal=", ".join(AXES))
+    return dataclasses.replace(problem, inside_node=tuple(items)), f"inside a node, as asked: {', '.join(items)}"
 
 
 def _share(value: Any) -> float:

@@ -20,6 +20,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from autoplan.plan import Strategy
+from autoplan.search.boundaries import fixed_split
 from autoplan.search.bounds import LowerBounds, fits_greedily, lower_bounds
 from autoplan.search.milp import Solution, default_solver, solve_split
 from autoplan.search.simulated import simulated_with_longer_s, with_simulated_bound
@@ -312,6 +313,8 @@ def solve_strategy(
     """
     if strategy.pipeline == 1:
         return _only_split(space.tables(strategy), cutoff_s)
+    if space.problem.stages:
+        return fixed_split(space, strategy, space.problem.stages, cutoff_s=cutoff_s)
     found = _solve(space, strategy, space.tables, cutoff_s, solver)
     sets = space.down_sets
     if sets is None or strategy.virtual_stages > 1:

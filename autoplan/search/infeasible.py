@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from autoplan.cluster import Cluster, device_kinds
 from autoplan.errors import AutoplanError, InfeasibleError, StrategyError
 from autoplan.plan import Strategy
+from autoplan.search.conflicts import conflict, contradiction, without
+from autoplan.search.constraints import asked
 from autoplan.search.engine import Engine, solve_strategy
 from autoplan.search.evaluate import evaluate_decision
 from autoplan.search.families import gib
@@ -44,6 +46,7 @@ def infeasible(engine: Engine) -> AutoplanError:
     cluster, term = problem.cluster, short.largest_term
     kept = f" with {problem.memory_headroom * 100:g}% kept free" if problem.memory_headroom else ""
     suggestions = tuple(_suggestions(problem, short))
+    contradicting = conflict(problem, lambda asked: fits(asked) is not None)
     where = f" on stage {short.stage}" if short.strategy.pipeline > 1 else ""
     what = (
         f"{problem.layers.name} does not fit {cluster.spec} at global batch {problem.global_batch}: the nearest plan "
@@ -51,6 +54,8 @@ def infeasible(engine: Engine) -> AutoplanError:
         f"short a GPU{where}, {gib(short.peak_bytes)} of {gib(problem.usable_bytes)}{kept}; the largest term is "
         f"{term.replace('_', ' ')}, {gib(short.terms[term])}"
     )
+    if contradicting:
+        what += f"; {contradiction(contradicting)}"
     return InfeasibleError(
         what,
         short_by_bytes=short.short_bytes,
@@ -64,18 +69,26 @@ def infeasible(engine: Engine) -> AutoplanError:
 def _no_candidates(engine: Engine) -> StrategyError:
     """Each forced value is legal by itself, and together they leave nothing."""
     problem, space = engine.space.problem, engine.space
-    forced = ", ".join(f"{key} {value}" for key, value in problem.forced.items()) or "nothing"
+    forced = ", ".join(f"{key} {value}" for key, value in asked(problem).items()) or "nothing"
     reasons = [f"tensor {degree}: {why}" for degree, why in space.refused.items()]
     if problem.batch_coupling:
         reasons.append(f"the batch cannot be split: {problem.batch_coupling}")
     freed = tuple(_freed(problem))
+    contradicting = contradiction(conflict(problem, _has_candidates))
     return StrategyError(
         f"no combination of degrees is legal on {problem.cluster.gpus} GPUs with global batch {problem.global_batch} "
-        f"and what was forced ({forced})",
+        f"and what was forced ({forced})" + (f": {contradicting}" if contradicting else ""),
         where="; ".join(reasons),
         legal="data x tensor x pipeline that divides the GPUs, data x micro_batch_size that divides the global batch",
         attempt="; ".join(freed) or "another number of GPUs, or another global batch",
     )
+
+
+def _has_candidates(problem: Problem) -> bool:
+    try:
+        return len(open_space(problem).candidates) > 0
+    except AutoplanError:
+        return False
 
 
 def fits(problem: Problem) -> Fitting | None:
@@ -115,10 +128,11 @@ def _suggestions(problem: Problem, short: Shortfall) -> Iterator[str]:
 
 
 def _freed(problem: Problem) -> Iterator[str]:
-    """Each forced key left out in turn."""
-    for key in problem.forced:
-        rest = {k: v for k, v in problem.forced.items() if k != key}
-        found = fits(dataclasses.replace(problem, forced=rest))
+    """Each forced key left out in turn, and each limit that has no sentence of its own."""
+    for key in asked(problem):
+        if key in ("memory_headroom", "max_gpus"):
+            continue
+        found = fits(without(problem, key))
         if found is not None:
             yield f"leave `{key}` free: it fits with {found}"
 

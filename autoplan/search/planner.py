@@ -9,6 +9,7 @@ import time
 from autoplan.plan import Certificate, ClusterSummary, Plan
 from autoplan.search.axes import axes
 from autoplan.search.cases import case
+from autoplan.search.constraints import asked, freed
 from autoplan.search.engine import TOLERANCE, Engine, Found
 from autoplan.search.evaluate import Evaluation, evaluate_decision, plan_stages, predicted
 from autoplan.search.families import alternatives, best_of_families, family_of
@@ -82,7 +83,7 @@ def _plan(engine: Engine, found: Found, evaluation: Evaluation) -> Plan:
     space = engine.space.ordered(found.chosen.order)
     problem, strategy = space.problem, evaluation.strategy
     if problem.forced:
-        free = Engine(space=open_space(dataclasses.replace(space.problem, forced={})), solver=None)
+        free = Engine(space=open_space(freed(space.problem)), solver=None)
         families = best_of_families(free)
     else:
         families = best_of_families(engine, but=family_of(strategy))
@@ -95,7 +96,7 @@ def _plan(engine: Engine, found: Found, evaluation: Evaluation) -> Plan:
         model=model_summary(problem),
         cluster=_cluster(problem),
         strategy=strategy,
-        forced=dict(problem.forced),
+        forced=dict(asked(problem)),
         stages=plan_stages(evaluation),
         predicted=predicted(space, evaluation),
         certificate=_certificate(found, evaluation),

@@ -10,6 +10,7 @@ from autoplan.cluster import Cluster
 from autoplan.errors import StrategyError
 from autoplan.layers.types import Edge, LayerGraph, LayerKind
 from autoplan.schedules import SCHEDULES
+from autoplan.search.ranges import Range
 
 RECOMPUTE_POLICIES = ("none", "selective", "full")
 ZERO_STAGES = (0, 1, 2, 3)
@@ -25,7 +26,9 @@ class Problem:
     split, "" if it may. ``fixed_micro_batch``: the only micro-batch size that the graph runs at, None if any.
     ``zero_stages`` and ``recompute_policies``: what may be chosen (a runtime executes fewer than can be priced).
     ``max_tensor``: the highest tensor degree tried unless forced; None means the GPUs of one node. ``max_gpus``: the
-    most GPUs to use. ``memory_headroom``: the share of every GPU's memory to keep free.
+    most GPUs to use. ``memory_headroom``: the share of every GPU's memory to keep free. ``ranges``: what a key may be;
+    ``stages``: the first layer of each stage and, last, the number of layers, () if free; ``inside_node``: axes that
+    cross no node; ``base``: the problem as asked, before :func:`autoplan.search.constraints.with_limits` read those.
 
     ``sequence_kinds(degree)``: like ``tensor_kinds`` under sequence parallelism, where layers hand each other shares of
     the sequence; it raises :class:`StrategyError` where no share can be made, and says why. ``sequence_edges(degree)``:
@@ -48,6 +51,10 @@ class Problem:
     assumptions: tuple[str, ...] = ()
     max_gpus: int | None = None
     memory_headroom: float = 0.0
+    ranges: Mapping[str, Range] = field(default_factory=dict)
+    stages: tuple[int, ...] = ()
+    inside_node: tuple[str, ...] = ()
+    base: Problem | None = None
     sequence_kinds: Callable[[int], tuple[LayerKind, ...]] | None = None
     sequence_edges: Callable[[int], tuple[Edge, ...]] | None = None
 

@@ -54,8 +54,12 @@ def nearest(engine: Engine, chosen: np.ndarray | None = None) -> Shortfall | Non
 
 
 def _fullest(space: Space, strategy: Strategy) -> tuple[float, tuple[int, ...]]:
-    """Least possible bytes of the fullest stage, and the cuts: a min-max path over all stages."""
+    """Least possible bytes of the fullest stage, and the cuts: a min-max path over all stages, or what was fixed."""
     tables = space.tables(strategy)
+    fixed = space.problem.stages
+    if fixed:
+        spans = enumerate(itertools.pairwise(fixed))
+        return max(float(tables.least_bytes(stage)[first, end]) for stage, (first, end) in spans), fixed
     least = np.full(tables.chain.layers + 1, math.inf)
     least[0] = 0.0
     back = []

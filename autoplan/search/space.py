@@ -17,7 +17,7 @@ from autoplan.layers.order import reordered
 from autoplan.layers.types import LayerKind
 from autoplan.plan import Strategy
 from autoplan.search.chain import Chain, build_chain
-from autoplan.search.constraints import with_limits
+from autoplan.search.constraints import allowed, with_limits
 from autoplan.search.dag import DownSetChain, DownSets, down_set_chain, down_sets
 from autoplan.search.degrees import Candidates, enumerate_candidates, tensor_degrees
 from autoplan.search.forced import Forced, read_forced
@@ -48,7 +48,7 @@ class Space:
     @cached_property
     def candidates(self) -> Candidates:
         """Every legal tuple of degrees."""
-        return enumerate_candidates(self.problem, self.forced, tensors=self.tensors)
+        return allowed(self.problem, enumerate_candidates(self.problem, self.forced, tensors=self.tensors))
 
     @cached_property
     def tensors(self) -> tuple[int, ...]:
