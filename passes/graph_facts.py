@@ -21,7 +21,7 @@ from torch.fx import GraphModule, Node
 from autoplan.capture.errors import node_line
 from autoplan.capture.shapes import is_data_dependent, size_at
 from autoplan.errors import AutoplanError
-from autoplan.passes import operators
+from autoplan.passes import operators, weight_gradients
 
 aten = torch.ops.aten
 
@@ -45,6 +45,9 @@ _NEW_MEMORY = {
     operators.vocabulary_embedding,
     operators.vocabulary_cross_entropy,
     operators.gather_slices,
+    weight_gradients.linear_in_parts,
+    weight_gradients.addmm_in_parts,
+    weight_gradients.mm_in_parts,
 }
 
 
@@ -368,7 +371,7 @@ def _is_random(node: Node, facts: GraphFacts) -> bool:
         return torch.Tag.nondeterministic_seeded in target.tags
     if node.op != "call_function":
         return False
-    if node.target is operators.drawn_apart:
+    if node.target in (operators.drawn_apart, operators.drawn_in_part):
         return True
     graphs = [facts.attribute(str(n.target)) for n in node.all_input_nodes if n.op == "get_attr"]
     return any(

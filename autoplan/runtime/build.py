@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -20,43 +21,54 @@ from autoplan.passes.draw_apart import draw_apart
 from autoplan.passes.gather_parameters import gather_parameters
 from autoplan.passes.recompute import recompute
 from autoplan.passes.shard_tensors import shard_tensors
+from autoplan.passes.split_backward import split_backward
 from autoplan.passes.split_stages import StageGraph, split_stages
 from autoplan.passes.weight_loss import weight_loss
 from autoplan.plan import Plan, Strategy
+from autoplan.schedules import CHUNKED, SCHEDULES, Actions, all_actions, first_problem, rank_of_stage
 from autoplan.sharding import Placement, Shard, Sharding, shard_model, take_shard
 
 ZERO_STAGES = (0, 1, 2, 3)
 POLICIES = ("none", "selective", "full")
-SCHEDULES = ("gpipe", "1f1b")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankGraphs:
     """All stages as the ranks of one tensor coordinate run them. ``weights`` counts the loss's weights of a part of the
-    batch, None where the batch is never split; ``placements`` of parameters over the tensor axis, by name."""
+    batch, None where the batch is never split; ``placements`` of parameters over the tensor axis, by name. ``adds``:
+    for each stage, by kind of backward action, the parameters (as its graph names them) to which it adds gradients."""
 
     stages: tuple[StageGraph, ...]
+    adds: tuple[dict[str, frozenset[str]], ...] = ()
     weights: GraphModule | None
     placements: dict[str, Placement]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Cut:
+    """Stages with their collectives; ``origin`` names, for inserted nodes, the node beside which each belongs."""
+
+    graphs: RankGraphs
+    origin: dict[str, str]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Ownership:
-    """Which stages hold which parameter. Names are the first of each tied group, in the user's order."""
+    """Which pipeline ranks hold which parameter. Names are the first of each tied group, in the user's order."""
 
     canonical: dict[str, str]  # any name -> the first of its tied group
     holders: dict[str, tuple[int, ...]]
 
     @property
     def tied(self) -> dict[str, tuple[int, ...]]:
-        """Parameters held by several stages."""
-        return {name: stages for name, stages in self.holders.items() if len(stages) > 1}
+        """Parameters held by several pipeline ranks."""
+        return {name: ranks for name, ranks in self.holders.items() if len(ranks) > 1}
 
 
 def check_executable(capture: Capture, plan: Plan) -> None:
     """Raise StrategyError for what the runtime cannot execute exactly."""
     strategy = plan.strategy
-    for field, limit in (("virtual_stages", 1), ("context", 1), ("expert", 1)):
+    for field, limit in (("context", 1), ("expert", 1)):
         value = getattr(strategy, field)
         if value > limit:
             raise StrategyError(f"{field} = {value} cannot be executed yet", legal=f"{field} = {limit}")
@@ -68,6 +80,12 @@ def check_executable(capture: Capture, plan: Plan) -> None:
         )
     if strategy.schedule not in SCHEDULES:
         raise StrategyError(f"schedule {strategy.schedule!r} cannot be executed", legal=", ".join(SCHEDULES))
+    if strategy.virtual_stages > 1 and strategy.schedule not in CHUNKED:
+        raise StrategyError(
+            f"virtual_stages = {strategy.virtual_stages} cannot be executed under schedule {strategy.schedule!r}",
+            where="strategy.virtual_stages",
+            legal=f"1, or schedule {', '.join(CHUNKED)}",
+        )
     if is_split(plan) and capture.couplings:
         first = capture.couplings[0]
         raise StrategyError(
@@ -109,6 +127,22 @@ def recompute_groups(plan: Plan, layers: LayerGraph) -> tuple[frozenset[str], ..
     return tuple(groups)
 
 
+@functools.lru_cache(maxsize=16)
+def proven_actions(schedule: str, pipeline: int, virtual_stages: int, micro_batches: int) -> tuple[Actions, ...]:
+    """The action list of every pipeline rank. Raises StrategyError where the lists are no whole step, or would hang."""
+    lists = all_actions(
+        schedule, stages=pipeline * virtual_stages, micro_batches=micro_batches, virtual_stages=virtual_stages
+    )
+    problem = first_problem(lists)
+    if problem is not None:
+        raise StrategyError(
+            f"schedule {schedule!r} of {micro_batches} micro-batches on {pipeline} ranks: {problem}",
+            where="strategy.schedule",
+            legal=", ".join(SCHEDULES),
+        )
+    return lists
+
+
 def is_gathered(strategy: Strategy) -> bool:
     """Whether parameters are slices that are made whole a layer at a time."""
     return strategy.zero_stage == 3 and strategy.data > 1
@@ -140,6 +174,19 @@ class Builder:
         return self._built[tensor_rank]
 
     def _build(self, tensor_rank: int) -> RankGraphs:
+        cut = self.cut(tensor_rank)
+        stages, adds = [], []
+        for stage in cut.graphs.stages:
+            each: dict[str, frozenset[str]] = {"B": frozenset(stage.parameters)}
+            if self._plan.strategy.schedule == "zero_bubble":
+                parts = split_backward(stage)
+                stage, each = parts.stage, {"I": parts.first, "W": parts.second}
+            stages.append(self._save_memory(stage, cut.origin))
+            adds.append(each)
+        return dataclasses.replace(cut.graphs, stages=tuple(stages), adds=tuple(adds))
+
+    def cut(self, tensor_rank: int) -> Cut:
+        """The stages before anything is written into them that saves memory: as they are emitted."""
         graph_module, weights = self._capture.graph_module, None
         if is_split(self._plan):
             weighted = weight_loss(self._capture)
@@ -154,13 +201,13 @@ class Builder:
             stage |= {name: stage[origin] for name, origin in sharded.origin.items() if origin in stage}
             origin = sharded.origin
         stages = split_stages(graph_module, stage)
-        if len(stages) != self._plan.strategy.pipeline:
+        if len(stages) != len(self._plan.stages):
             raise StrategyError(
-                f"the plan has {self._plan.strategy.pipeline} stages and the graph was cut into {len(stages)}",
+                f"the plan has {len(self._plan.stages)} stages and the graph was cut into {len(stages)}",
                 attempt="plan again for this model",
             )
-        written = tuple(self._save_memory(each, origin) for each in stages)
-        return RankGraphs(stages=written, weights=weights, placements=placements)
+        graphs = RankGraphs(stages=stages, weights=weights, placements=placements)
+        return Cut(graphs=graphs, origin=dict(origin))
 
     def _save_memory(self, stage: StageGraph, origin: Mapping[str, str]) -> StageGraph:
         """ZeRO-3's gathers, and recompute around them. ``origin``: beside which node each inserted one belongs."""
@@ -205,8 +252,8 @@ class Builder:
         holders: dict[str, set[int]] = {name: set() for name in canonical.values()}
         for stage in self.graphs(0).stages:
             for name in stage.parameters:
-                holders[canonical[name]].add(stage.index)
-        # A parameter that the loss does not depend on rides along in stage 0, untouched, as in the single process.
+                holders[canonical[name]].add(rank_of_stage(stage.index, ranks=self._plan.strategy.pipeline))
+        # A parameter that the loss does not depend on rides along on rank 0, untouched, as in the single process.
         return Ownership(canonical=canonical, holders={n: tuple(sorted(s or {0})) for n, s in holders.items()})
 
 
@@ -245,16 +292,16 @@ def local_parameters(
     graphs: RankGraphs,
     ownership: Ownership,
     *,
-    stage: int,
+    holder: int,
     tensor_rank: int,
     degree: int,
     device: torch.device | None,
 ) -> dict[str, nn.Parameter]:
-    """This rank's parameters by the user's names: the user's own objects where they are whole and on ``device``
-    (None: wherever they are)."""
+    """Parameters of pipeline rank ``holder`` by the user's names: the user's own objects where they are whole and on
+    ``device`` (None: wherever they are)."""
     local: dict[str, nn.Parameter] = {}
     for name, whole in capture.graph_module.named_parameters():
-        if stage not in ownership.holders[name]:
+        if holder not in ownership.holders[name]:
             continue
         placement = graphs.placements.get(name)
         if isinstance(placement, Shard):

@@ -3,8 +3,8 @@
 Groups are named after the mesh of :class:`autoplan.plan.Strategy`: *tensor* and *data* groups hold the ranks that
 differ in that coordinate alone; an *edge* group holds the two ranks of one directed edge between stages, forward or
 backward, because NCCL runs the operations of a communicator in order and 1F1B with a skip edge deadlocks on fewer;
-a *tied* group holds the stages that share a parameter. Every rank creates every group in one fixed order, as torch
-demands of groups whose members did not all create the same number before.
+a *tied* group holds the pipeline ranks that share a parameter. Every rank creates every group in one fixed order, as
+torch demands of groups whose members did not all create the same number before.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from torch import Tensor
 from autoplan.passes.split_stages import Value
 from autoplan.plan import Coordinates, Strategy
 from autoplan.runtime.launch import group_timeout
+from autoplan.schedules import rank_of_stage
 
 # torch 2.13 renames its flat collectives and warns on each call; the names that 2.13 keeps for older releases are used.
 warnings.filterwarnings("ignore", message=r".*torch\.distributed\.(reduce_scatter_tensor|all_gather_into_tensor).*")
@@ -30,8 +31,9 @@ Edge = tuple[int, int]  # source stage, destination stage
 class Mesh:
     """Where this rank stands, and its groups; a group of one rank is None and needs no communication.
 
-    ``edges`` are the directed pairs of stages between which values are sent; ``tied`` the sets of stages that share
-    parameters. A rank beyond the strategy's GPUs has no coordinates and belongs to the whole world only.
+    ``edges`` are the directed pairs of stages between which values go (those of one rank need no group); ``tied`` the
+    sets of pipeline ranks that share parameters. A rank beyond the strategy's GPUs has no coordinates and belongs to
+    the whole world only.
     """
 
     def __init__(
@@ -58,14 +60,15 @@ class Mesh:
             self.data = self._group([Coordinates(p, d, t) for d in data]) or self.data
         for d, t in itertools.product(data, tensor):
             for edge in edges:
-                for direction in ("forward", "backward"):
-                    group = self._group([Coordinates(p, d, t) for p in edge])
+                ends = [rank_of_stage(stage, ranks=degrees.pipeline) for stage in edge]
+                for direction in ("forward", "backward") if ends[0] != ends[1] else ():
+                    group = self._group([Coordinates(p, d, t) for p in ends])
                     if group is not None:
                         self.edge[direction, edge] = group
-            for stages in tied:
-                group = self._group([Coordinates(p, d, t) for p in stages])
+            for holders in tied:
+                group = self._group([Coordinates(p, d, t) for p in holders])
                 if group is not None:
-                    self.tied[stages] = group
+                    self.tied[holders] = group
 
     def _group(self, members: Sequence[Coordinates]) -> dist.ProcessGroup | None:
         """A new group, or None where this rank is not in it or is alone in it."""
@@ -83,7 +86,7 @@ class Mesh:
     def rank_of(self, stage: int) -> int:
         """The rank of ``stage`` that has this rank's data and tensor coordinates."""
         assert self.at is not None
-        return self.strategy.rank(self.at._replace(pipeline=stage))
+        return self.strategy.rank(self.at._replace(pipeline=rank_of_stage(stage, ranks=self.strategy.pipeline)))
 
     # --------------------------------------------------------------------------------------------- over the whole world
 

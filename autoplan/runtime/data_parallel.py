@@ -61,8 +61,9 @@ class GradientSync:
 
     ``working``: the parameters that the stage's graph reads, by the user's names, local to this rank's stage and tensor
     coordinate. ``parameters``: those that the user's optimizer updates, under the same names. ``tied``: for a parameter
-    that several stages hold, those stages. ``summands``: parameters of whose gradient every tensor rank finds a summand
-    (norms and late biases under sequence parallelism).
+    that several pipeline ranks hold, those ranks. ``later``: parameters whose gradients come in a second part of each
+    backward. ``summands``: parameters of whose gradient every tensor rank finds a summand (norms and late biases under
+    sequence parallelism).
     """
 
     def __init__(
@@ -70,13 +71,14 @@ class GradientSync:
     ) -> None:
         self.working, self.mesh, self.tied = dict(working), mesh, tied
         self.summands: tuple[str, ...] = ()
+        self.later: frozenset[str] = frozenset()
         self.parameters: dict[str, nn.Parameter] = self.working
         self._every = every  # synchronise in every backward, not in the last alone
         self._buckets = fill_buckets(self.working) if mesh.data is not None else ()
         self._hooks: list[Any] = []
-        self._armed = False
-        self._ready: set[str] = set()
-        self._started = 0
+        self._awaited: frozenset[str] = frozenset()  # names that the running backward settles
+        self._settled: set[str] = set()  # names whose gradients may be sent
+        self._queue: list[int] = []  # buckets to start, in order
         self._prior: dict[str, Tensor] = {}
 
     @property
@@ -93,22 +95,37 @@ class GradientSync:
     def begin_step(self) -> None:
         """Set aside gradients of earlier steps that the user has not zeroed: they are synchronised already."""
         self._remove_hooks()
-        self._armed = False
+        self._awaited, self._settled = frozenset(), set()
+        self._queue = [] if self._every else list(range(len(self._buckets)))
         self._prior = {n: p.grad for n, p in self.parameters.items() if p.grad is not None}
         for parameter in (*self.parameters.values(), *self.working.values()):
             parameter.grad = None
         for name in (name for bucket in self._buckets for name in bucket.names):
             self._hooks.append(self.working[name].register_post_accumulate_grad_hook(self._on_gradient(name)))
 
-    def before_backward(self, last: bool) -> None:
-        """Called ahead of each micro-batch's backward."""
+    def before_backward(self, adds: frozenset[str], last: frozenset[str]) -> None:
+        """Called ahead of each action that adds gradients: to which names, and to which of them it is the last."""
+        if not self._every:
+            self._settle()
+            self._awaited = last
+            return
         self._flush()
-        self._armed = last or self._every
-        self._ready, self._started = set(), 0
+        # Where a bucket's gradients come in two parts, it is sent with the second.
+        self._queue = [index for index, bucket in enumerate(self._buckets) if adds.intersection(self._due_with(bucket))]
+        self._settled = {name for index in self._queue for name in self._buckets[index].names} - adds
+        self._awaited = adds
+
+    def _due_with(self, bucket: Bucket) -> frozenset[str]:
+        return self.later.intersection(bucket.names) or frozenset(bucket.names)
 
     def finish_step(self) -> None:
         """Complete the sums; afterwards ``parameters`` hold their gradients of the whole global batch."""
         self._flush()
+        if self._every:
+            self._queue = [
+                i for i, bucket in enumerate(self._buckets) if any(self._has_gradient(n) for n in bucket.names)
+            ]
+            self._flush()
         self._remove_hooks()
         self._collect()
         self._sum_tied()
@@ -120,21 +137,31 @@ class GradientSync:
 
     def _on_gradient(self, name: str) -> Any:
         def hook(_: Tensor) -> None:
-            if not self._armed:
-                return
-            self._ready.add(name)
-            while self._started < len(self._buckets) and self._ready.issuperset(self._buckets[self._started].names):
-                self._start(self._started)
-                self._started += 1
+            if name in self._awaited:
+                self._settled.add(name)
+                self._start_settled()
 
         return hook
 
+    def _start_settled(self) -> None:
+        while self._queue and self._settled.issuperset(self._buckets[self._queue[0]].names):
+            self._start(self._queue.pop(0))
+
+    def _settle(self) -> None:
+        """After a backward: what it should have settled and found no gradient for has none."""
+        self._settled |= self._awaited
+        self._awaited = frozenset()
+        self._start_settled()
+
     def _flush(self) -> None:
-        """Start what the backward left: buckets with parameters that got no gradient."""
-        if self._armed:
-            for index in range(self._started, len(self._buckets)):
-                self._start(index)
-            self._armed = False
+        """Start what is left: buckets with parameters that got no gradient."""
+        self._settle()
+        for index in self._queue:
+            self._start(index)
+        self._queue = []
+
+    def _has_gradient(self, name: str) -> bool:
+        return self.working[name].grad is not None
 
     def _remove_hooks(self) -> None:
         for hook in self._hooks:

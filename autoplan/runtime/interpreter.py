@@ -1,13 +1,16 @@
-"""Run a stage's actions: the very lists of :mod:`autoplan.schedules` that the simulator prices.
+"""Run a rank's actions: the very lists of :mod:`autoplan.schedules` that the simulator prices.
 
 Forward of a micro-batch: receive the values that earlier stages computed, run the stage's graph, send each result to
 every stage that reads it. Backward: receive the gradient of each result from each of its readers, sum them, run
 autograd, send the gradients of what was received. A micro-batch's activations live from its forward to its backward
-and no longer. Sizes follow each micro-batch, so they may be uneven, and there may be fewer of them than stages.
+and no longer; in a backward of two parts what the weights' gradients need lives on to the second. What goes from one
+stage to another of the same rank is handed over, not sent. Sizes follow each micro-batch, so they may be uneven, and
+there may be fewer of them than stages.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
@@ -19,11 +22,12 @@ from torch import Tensor
 
 from autoplan.passes.operators import Communicator, communicating
 from autoplan.passes.split_stages import StageGraph, Value
+from autoplan.passes.weight_gradients import WeightGradients, putting_aside
 from autoplan.runtime.collectives import Channels
 from autoplan.runtime.faults import RankFault, action_fault
 from autoplan.schedules import Action
 
-_WORDS = {"F": "forward", "B": "backward"}
+_WORDS = {"F": "forward", "B": "backward", "I": "backward", "W": "weight gradients"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,6 +38,15 @@ class MicroBatch:
     inputs: Mapping[str, Tensor]
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Chunk:
+    """One of a rank's stages. ``adds``: by kind of action ("B", or "I" and "W") the parameters to which it adds
+    gradients, by the user's names."""
+
+    stage: StageGraph
+    adds: Mapping[str, frozenset[str]]
+
+
 @dataclass(slots=True)
 class _InFlight:
     """What a micro-batch keeps between its forward and its backward."""
@@ -41,6 +54,7 @@ class _InFlight:
     received: list[tuple[Value, Tensor]]
     sent: list[tuple[Value, Tensor]]
     loss: Tensor | None
+    weights: WeightGradients
 
 
 @dataclass(slots=True)
@@ -59,27 +73,28 @@ class _Pending:
         self.sends = []
 
 
-class StageInterpreter:
-    """Executes the actions of one stage on one rank.
+class RankInterpreter:
+    """Executes the actions of one rank on the stages that it holds.
 
-    ``channels`` is None for a single stage, which communicates with no other. ``around_forward(micro_batch)`` is
-    entered around each run of the stage's graph. ``before_backward(last)`` is called ahead of each backward; ``last``
-    says that no other follows in this step. ``peak_in_flight`` is the most micro-batches whose activations were held at
-    once in the latest run.
+    ``channels`` is None where no other rank holds a stage. ``around_forward(stage, micro_batch)`` is entered around
+    each run of a stage's graph. ``before_backward(adds, last)`` is called ahead of each action that adds gradients: to
+    which parameters, and to which of them no later action of the step adds any more. ``peak_in_flight`` is the most
+    micro-batches (of all stages together) whose activations were held at once in the latest run.
     """
 
     def __init__(
         self,
-        stage: StageGraph,
+        chunks: Sequence[Chunk],
         *,
         rank: int,
         device: torch.device,
         channels: Channels | None,
         communicator: Communicator | None,
-        around_forward: Callable[[int], AbstractContextManager[None]],
-        before_backward: Callable[[bool], None],
+        around_forward: Callable[[int, int], AbstractContextManager[None]],
+        before_backward: Callable[[frozenset[str], frozenset[str]], None],
     ) -> None:
-        self.stage, self.rank, self.device = stage, rank, device
+        self.chunks = {chunk.stage.index: chunk for chunk in chunks}
+        self.rank, self.device = rank, device
         self.peak_in_flight = 0
         self._channels, self._communicator = channels, communicator
         self._around_forward, self._before_backward = around_forward, before_backward
@@ -87,29 +102,44 @@ class StageInterpreter:
     def run(self, actions: Sequence[Action], micro_batches: Sequence[MicroBatch], *, step: int) -> Tensor:
         """The sum of the loss contributions of this rank's micro-batches, 0-dim float64; 0 but on the last stage.
 
-        Gradients accumulate into the stage's parameters. Raises RuntimeFault naming rank, step, stage, micro-batch,
+        Gradients accumulate into the stages' parameters. Raises RuntimeFault naming rank, step, stage, micro-batch,
         action and operator, the original chained.
         """
-        last = max((index for index, action in enumerate(actions) if action.kind == "B"), default=-1)
+        last = self._last_to_add(actions)
         run = _Run(micro_batches, loss=torch.zeros((), dtype=torch.float64, device=self.device))
         self.peak_in_flight = 0
         with self._installed():
             for index, action in enumerate(actions):
-                with self._naming(step, action.micro_batch, _WORDS[action.kind]):
+                with self._naming(step, action.stage, action.micro_batch, _WORDS[action.kind]):
                     if action.kind == "F":
-                        self._forward(action.micro_batch, run)
+                        self._forward(action, run)
+                    elif action.kind == "W":
+                        self._weight_gradients(action, run, last[index])
                     else:
-                        self._backward(action.micro_batch, run, last=index == last)
+                        self._backward(action, run, last[index])
                 self.peak_in_flight = max(self.peak_in_flight, len(run.in_flight))
-            with self._naming(step, None, "send"):
+            with self._naming(step, actions[-1].stage if actions else 0, None, "send"):
                 run.pending.wait()
         return run.loss
+
+    def _last_to_add(self, actions: Sequence[Action]) -> list[frozenset[str]]:
+        """For each action the parameters to which it is the last to add gradients."""
+        seen: set[str] = set()
+        done: set[tuple[int, str]] = set()
+        found = [frozenset[str]()] * len(actions)
+        for index in range(len(actions) - 1, -1, -1):
+            stage, kind, _ = actions[index]
+            if kind != "F" and (stage, kind) not in done:
+                done.add((stage, kind))
+                found[index] = self.chunks[stage].adds[kind] - seen
+                seen |= found[index]
+        return found
 
     def _installed(self) -> AbstractContextManager[None]:
         return communicating(self._communicator) if self._communicator is not None else nullcontext()
 
     @contextmanager
-    def _naming(self, step: int, micro_batch: int | None, action: str) -> Any:
+    def _naming(self, step: int, stage: int, micro_batch: int | None, action: str) -> Any:
         try:
             yield
         except RankFault:
@@ -119,94 +149,131 @@ class StageInterpreter:
                 error,
                 rank=self.rank,
                 step=step,
-                stage=self.stage.index,
+                stage=stage,
                 micro_batch=micro_batch,
                 action=action,
-                graph_module=self.stage.graph_module,
+                graph_module=self.chunks[stage].stage.graph_module,
             ) from error
 
-    def _forward(self, index: int, run: _Run) -> None:
+    # --------------------------------------------------------------------------------------------------------- forward
+
+    def _forward(self, action: Action, run: _Run) -> None:
+        stage, index = self.chunks[action.stage].stage, action.micro_batch
         micro_batch = run.micro_batches[index]
-        received = self._receive(index, micro_batch.samples)
-        inputs = [micro_batch.inputs[name] for name in self.stage.batch_inputs]
-        with self._around_forward(index):
-            outputs = self.stage.graph_module(*inputs, *(tensor for _, tensor in received))
-        sent = list(zip(self.stage.sends, outputs, strict=False))
-        loss = outputs[-1] if self.stage.returns_loss else None
+        received = self._receive(stage, index, run)
+        inputs = [micro_batch.inputs[name] for name in stage.batch_inputs]
+        weights = WeightGradients()
+        with self._around_forward(action.stage, index), putting_aside(weights):
+            outputs = stage.graph_module(*inputs, *(tensor for _, tensor in received))
+        sent = list(zip(stage.sends, outputs, strict=False))
+        loss = outputs[-1] if stage.returns_loss else None
         for value, output in sent:
             self._send(value, output, index, run)
         if loss is not None:
             run.loss += loss.detach().double()
-        run.in_flight[index] = _InFlight(received, sent, loss)
+        run.in_flight[action.stage, index] = _InFlight(received, sent, loss, weights)
 
-    def _receive(self, index: int, samples: int) -> list[tuple[Value, Tensor]]:
-        posted = []
-        for value in self.stage.receives:
+    def _receive(self, stage: StageGraph, index: int, run: _Run) -> list[tuple[Value, Tensor]]:
+        samples = run.micro_batches[index].samples
+        posted: list[tuple[Value, Tensor, dist.Work | None]] = []
+        for value in stage.receives:
+            handed = run.handed.pop(("forward", value.name, stage.index, index), None)
+            if handed is not None:
+                posted.append((value, handed, None))
+                continue
             assert self._channels is not None
             shape = value.shape(samples)
             memory = torch.empty([shape[d] for d in value.order], dtype=value.dtype, device=self.device)
-            work = self._channels.receive(memory, value, at=self.stage.index, micro_batch=index)
+            work = self._channels.receive(memory, value, at=stage.index, micro_batch=index)
             posted.append((value, memory, work))
         received = []
-        for value, memory, work in posted:
-            work.wait()
+        for value, memory, arrival in posted:
+            if arrival is not None:
+                arrival.wait()
             tensor = memory.permute([value.order.index(d) for d in range(memory.dim())])
             received.append((value, tensor.requires_grad_(value.differentiable)))
         return received
 
     def _send(self, value: Value, output: Tensor, index: int, run: _Run) -> None:
-        assert self._channels is not None
         _check_shape(value, output, run.micro_batches[index].samples)
         tensor = output.detach().permute(value.order).contiguous()
         for destination in value.destinations:
+            if destination in self.chunks:
+                run.handed["forward", value.name, destination, index] = tensor.detach()
+                continue
+            assert self._channels is not None
             work = self._channels.send(tensor, value, destination=destination, micro_batch=index)
             run.pending.add(work, tensor)
 
-    def _backward(self, index: int, run: _Run, *, last: bool) -> None:
-        held = run.in_flight.pop(index)
+    # -------------------------------------------------------------------------------------------------------- backward
+
+    def _backward(self, action: Action, run: _Run, last: frozenset[str]) -> None:
+        chunk, index = self.chunks[action.stage], action.micro_batch
+        held = run.in_flight.pop((action.stage, index))
         roots: list[tuple[Tensor, Tensor]] = []
         if held.loss is not None and held.loss.requires_grad:
             roots.append((held.loss, torch.ones_like(held.loss)))
-        for (_, output), gradient in zip(held.sent, self._receive_gradients(held, index), strict=True):
+        for (_, output), gradient in zip(held.sent, self._receive_gradients(held, index, run), strict=True):
             if gradient is not None and output.requires_grad:
                 roots.append((output, gradient))
-        self._before_backward(last)
+        self._before_backward(chunk.adds[action.kind], last)
         if roots:
             torch.autograd.backward([root for root, _ in roots], [gradient for _, gradient in roots])
         for value, tensor in held.received:
             if value.differentiable:
-                assert self._channels is not None
                 gradient = tensor.grad if tensor.grad is not None else torch.zeros_like(tensor)
-                gradient = gradient.contiguous()
-                work = self._channels.send_gradient(gradient, value, at=self.stage.index, micro_batch=index)
-                run.pending.add(work, gradient)
+                self._send_gradient(value, gradient.contiguous(), action, run)
+        if action.kind == "I":
+            run.weights[action.stage, index] = held.weights
+        else:
+            held.weights.compute()
 
-    def _receive_gradients(self, held: _InFlight, index: int) -> list[Tensor | None]:
+    def _weight_gradients(self, action: Action, run: _Run, last: frozenset[str]) -> None:
+        self._before_backward(self.chunks[action.stage].adds["W"], last)
+        run.weights.pop((action.stage, action.micro_batch)).compute()
+
+    def _send_gradient(self, value: Value, gradient: Tensor, action: Action, run: _Run) -> None:
+        stage, index = action.stage, action.micro_batch
+        if value.source in self.chunks:
+            run.handed["backward", value.name, stage, index] = gradient
+            return
+        assert self._channels is not None
+        work = self._channels.send_gradient(gradient, value, at=stage, micro_batch=index)
+        run.pending.add(work, gradient)
+
+    def _receive_gradients(self, held: _InFlight, index: int, run: _Run) -> list[Tensor | None]:
         """For each value sent: the sum of its readers' gradients, in the order of stages; None without any."""
-        posted: list[list[tuple[Tensor, dist.Work]]] = []
+        posted: list[list[tuple[Tensor, dist.Work | None]]] = []
         for value, output in held.sent:
-            assert self._channels is not None
             posted.append([])
             for destination in value.destinations if value.differentiable else ():
+                handed = run.handed.pop(("backward", value.name, destination, index), None)
+                if handed is not None:
+                    posted[-1].append((handed, None))
+                    continue
+                assert self._channels is not None
                 buffer = torch.empty(output.shape, dtype=output.dtype, device=output.device)
                 work = self._channels.receive_gradient(buffer, value, destination=destination, micro_batch=index)
                 posted[-1].append((buffer, work))
         sums: list[Tensor | None] = []
         for parts in posted:
-            for _, work in parts:
-                work.wait()
-            for buffer, _ in parts[1:]:
-                parts[0][0].add_(buffer)
-            sums.append(parts[0][0] if parts else None)
+            for _, arrival in parts:
+                if arrival is not None:
+                    arrival.wait()
+            # What was handed over may be kept by others, so a sum is a tensor of its own.
+            sums.append(functools.reduce(torch.add, [buffer for buffer, _ in parts]) if parts else None)
         return sums
 
 
 class _Run:
-    """One step's state."""
+    """One step's state. ``in_flight`` and ``weights`` by stage and micro-batch; ``handed``: what one stage of this rank
+    left for another, by direction, value, reading stage and micro-batch."""
 
     def __init__(self, micro_batches: Sequence[MicroBatch], *, loss: Tensor) -> None:
         self.micro_batches, self.loss = micro_batches, loss
-        self.in_flight: dict[int, _InFlight] = {}
+        self.in_flight: dict[tuple[int, int], _InFlight] = {}
+        self.weights: dict[tuple[int, int], WeightGradients] = {}
+        self.handed: dict[tuple[str, str, int, int], Tensor] = {}
         self.pending = _Pending()
 
 

@@ -9,8 +9,9 @@ own generator is put back after it:
 - data ranks, stages and micro-batches draw different ones;
 - the order in which a schedule runs micro-batches, and what a layer recomputes, change none.
 
-An operator that the tensor axis splits draws for each rank's part from a stream of that rank's own
-(:mod:`autoplan.passes.draw_apart`).
+An operator that the tensor axis splits draws for each rank's part from a stream of that rank's own; dropout of a share
+of the sequence takes its part of what is drawn for the whole, so that a program draws the same numbers with sequence
+parallelism and without (:mod:`autoplan.passes.draw_apart`).
 """
 
 from __future__ import annotations
@@ -41,14 +42,14 @@ class Randomness:
             self._step = int(self._mesh.broadcast(drawn, source=0).item())
 
     @contextmanager
-    def around_forward(self, micro_batch: int) -> Iterator[None]:
-        """Run a forward on this micro-batch's own generator."""
+    def around_forward(self, stage: int, micro_batch: int) -> Iterator[None]:
+        """Run a stage's forward of a micro-batch on a generator of their own."""
         if not self._needed or self._mesh.at is None:
             yield
             return
         device = self._mesh.device
         with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
-            torch.manual_seed(_seed(self._step, self._mesh.at.data, self._mesh.at.pipeline, micro_batch))
+            torch.manual_seed(_seed(self._step, self._mesh.at.data, stage, micro_batch))
             yield
 
 

@@ -1,4 +1,4 @@
-"""What one rank has of a program: its groups, stage, parameters and interpreter."""
+"""What one rank has of a program: its groups, stages, parameters and interpreter."""
 
 from __future__ import annotations
 
@@ -10,24 +10,32 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule
 
+from autoplan import schedules
 from autoplan.capture import Capture, gather_inputs
 from autoplan.errors import StrategyError
 from autoplan.plan import Plan
 from autoplan.runtime.batch import batch_rows, micro_batch_sizes, part, rows_of_rank, to_device
-from autoplan.runtime.build import Builder, RankGraphs, install, is_gathered, local_parameters, on_device
+from autoplan.runtime.build import (
+    Builder,
+    RankGraphs,
+    install,
+    is_gathered,
+    local_parameters,
+    on_device,
+    proven_actions,
+)
 from autoplan.runtime.collectives import AxisCommunicator, Channels, Mesh
 from autoplan.runtime.data_parallel import GradientSync, norm_terms
 from autoplan.runtime.faults import RankFault, action_fault
 from autoplan.runtime.gathered import gradient_sync
-from autoplan.runtime.interpreter import MicroBatch, StageInterpreter
+from autoplan.runtime.interpreter import Chunk, MicroBatch, RankInterpreter
 from autoplan.runtime.randomness import Randomness
 from autoplan.runtime.state import FullTensors
-from autoplan.schedules import stage_actions
 from autoplan.sharding.placements import Copied, Placement, Shard
 
 
 class RankPart:
-    """What one rank has of a program: its groups, stage, parameters and interpreter."""
+    """What one rank has of a program: its groups, stages, parameters and interpreter."""
 
     def __init__(self, capture: Capture, plan: Plan, builder: Builder, device: torch.device) -> None:
         self._capture, self._strategy, self._device = capture, plan.strategy, device
@@ -42,7 +50,7 @@ class RankPart:
         self._ownership = ownership
         self._randomness = Randomness(self.mesh, stages)
         self.sync: GradientSync | None = None
-        self.interpreter: StageInterpreter | None = None
+        self.interpreter: RankInterpreter | None = None
         self._weights: GraphModule | None = None
         self._placements: dict[str, Placement] = {}
         self._totals: dict[str, torch.dtype] = {}
@@ -55,11 +63,15 @@ class RankPart:
             sync=self.sync,
             placements=graphs.placements,
             buffers=buffers,
-            buffer_owner={name: s.index for s in stages for name in s.mutated_buffers},
+            buffer_owner={
+                name: schedules.rank_of_stage(s.index, ranks=plan.strategy.pipeline)
+                for s in stages
+                for name in s.mutated_buffers
+            },
         )
 
     def _place(self, graphs: RankGraphs) -> dict[str, Tensor]:
-        """Put this rank's stage together; returns its buffers by name."""
+        """Put this rank's stages together; returns their buffers by name."""
         mesh, strategy, device = self.mesh, self._strategy, self._device
         assert mesh.at is not None
         self._placements = graphs.placements
@@ -67,7 +79,7 @@ class RankPart:
             self._capture,
             graphs,
             self._ownership,
-            stage=mesh.at.pipeline,
+            holder=mesh.at.pipeline,
             tensor_rank=mesh.at.tensor,
             degree=strategy.tensor,
             device=None if is_gathered(strategy) else device,
@@ -75,10 +87,15 @@ class RankPart:
         tied = {name: held for name, held in self._ownership.tied.items() if mesh.at.pipeline in held}
         summands = [name for name in parameters if isinstance(graphs.placements.get(name), Copied)]
         self.sync = gradient_sync(parameters, mesh, tied, summands)
-        stage = install(graphs.stages[mesh.at.pipeline], self._ownership, self.sync.read, device)
+        own = schedules.stages_of_rank(
+            mesh.at.pipeline, stages=len(graphs.stages), virtual_stages=strategy.virtual_stages
+        )
+        stages = [install(graphs.stages[index], self._ownership, self.sync.read, device) for index in own]
+        chunks = [Chunk(stage=stage, adds=self._adds(graphs, stage.index)) for stage in stages]
+        self.sync.later = frozenset(name for chunk in chunks for name in chunk.adds.get("W", ()))
         values = [value for s in graphs.stages for value in s.sends]
-        self.interpreter = StageInterpreter(
-            stage,
+        self.interpreter = RankInterpreter(
+            chunks,
             rank=mesh.rank,
             device=device,
             channels=Channels(mesh, values) if strategy.pipeline > 1 else None,
@@ -87,12 +104,18 @@ class RankPart:
             before_backward=self.sync.before_backward,
         )
         batch_names = {spec.placeholder for spec in self._capture.inputs}
-        for node in stage.graph_module.graph.find_nodes(op="placeholder"):
-            if node.name in stage.batch_inputs and node.name not in batch_names:
-                self._totals[node.name] = node.meta["val"].dtype
+        for stage in stages:
+            for node in stage.graph_module.graph.find_nodes(op="placeholder"):
+                if node.name in stage.batch_inputs and node.name not in batch_names:
+                    self._totals[node.name] = node.meta["val"].dtype
         if graphs.weights is not None and self._totals:
             self._weights = on_device(graphs.weights, device).to(device)
-        return {name: stage.graph_module.get_buffer(name) for name in stage.buffers}
+        return {name: stage.graph_module.get_buffer(name) for stage in stages for name in stage.buffers}
+
+    def _adds(self, graphs: RankGraphs, stage: int) -> dict[str, frozenset[str]]:
+        """To which parameters each kind of backward action of a stage adds gradients, by the user's names."""
+        canonical = self._ownership.canonical
+        return {kind: frozenset(canonical[name] for name in names) for kind, names in graphs.adds[stage].items()}
 
     # --------------------------------------------------------------------------------------------------------- one step
 
@@ -102,33 +125,38 @@ class RankPart:
         micro_batches = self._micro_batches(batch, local=local)
         self._randomness.begin_step()
         if self.interpreter is not None and self.sync is not None and self.mesh.at is not None:
-            stage = self.mesh.at.pipeline
             try:
                 self.sync.begin_step()
                 micro_batches = self._with_totals(micro_batches)
-                actions = stage_actions(
-                    self._strategy.schedule,
-                    stage=stage,
-                    stages=self._strategy.pipeline,
-                    micro_batches=len(micro_batches),
-                )
-                contribution = self.interpreter.run(actions, micro_batches, step=step)
+                contribution = self.interpreter.run(self._actions(len(micro_batches)), micro_batches, step=step)
                 self.sync.finish_step()
             except RankFault:
                 raise
             except Exception as error:
-                rank = self.mesh.rank
                 raise action_fault(
-                    error, rank=rank, step=step, stage=stage, micro_batch=None, action="gradient synchronisation"
+                    error,
+                    rank=self.mesh.rank,
+                    step=step,
+                    stage=self.mesh.at.pipeline,
+                    micro_batch=None,
+                    action="gradient synchronisation",
                 ) from error
             if self.mesh.at.tensor == 0:  # the others hold the same loss
                 loss = contribution
         return float(self.mesh.sum_over_world(loss).item())
 
+    def _actions(self, micro_batches: int) -> schedules.Actions:
+        """This rank's list, from lists that are proven to end."""
+        assert self.mesh.at is not None
+        strategy = self._strategy
+        return proven_actions(strategy.schedule, strategy.pipeline, strategy.virtual_stages, micro_batches)[
+            self.mesh.at.pipeline
+        ]
+
     @contextmanager
-    def _around_forward(self, micro_batch: int) -> Iterator[None]:
+    def _around_forward(self, stage: int, micro_batch: int) -> Iterator[None]:
         assert self.sync is not None
-        with self.sync.around_forward(), self._randomness.around_forward(micro_batch):
+        with self.sync.around_forward(), self._randomness.around_forward(stage, micro_batch):
             yield
 
     def _micro_batches(self, batch: Any, *, local: bool) -> list[MicroBatch]:

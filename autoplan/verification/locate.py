@@ -100,14 +100,17 @@ def compare_rank(
 ) -> list[Wrong]:
     """One step on the calling rank; what differs."""
     part, strategy = program._rank_part(), program.plan.strategy
-    probe: _Probe | None = None
+    probes: list[_Probe] = []
     if part.interpreter is not None and part.mesh.at is not None:
         rows = _rows(program._capture, batch, strategy, part.mesh.at.data)
-        probe = _Probe(part.interpreter.stage.graph_module, rows, recorded, placements, part.mesh.at.tensor, strategy)
-        probed: Any = probe
-        part.interpreter.stage = dataclasses.replace(part.interpreter.stage, graph_module=probed)
+        for index, chunk in part.interpreter.chunks.items():
+            module = chunk.stage.graph_module
+            probe: Any = _Probe(module, rows, recorded, placements, part.mesh.at.tensor, strategy)
+            probes.append(probe)
+            stage = dataclasses.replace(chunk.stage, graph_module=probe)
+            part.interpreter.chunks[index] = dataclasses.replace(chunk, stage=stage)
     program.step(batch)
-    return probe.wrong if probe is not None else []
+    return [wrong for probe in probes for wrong in probe.wrong]
 
 
 def _rows(capture: Capture, batch: Any, strategy: Strategy, data_rank: int) -> list[range]:

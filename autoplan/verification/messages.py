@@ -1,10 +1,11 @@
 """Messages between stages, matched and run through without running the program.
 
-Each stage's action list becomes the sends and receives that :mod:`autoplan.runtime.interpreter` posts for it, in its
-order. A directed edge between two stages is a communicator of its own (one forward, one backward), and communicators
-complete operations *in order*, as NCCL's do: the k-th send of an edge meets the k-th receive, whatever their tags. A
-receive blocks its stage before it computes, a send does not. The ranks of a stage that differ in data and tensor
-coordinates exchange alike messages with their own neighbours, so one rank a stage stands for all of them.
+Each pipeline rank's action list becomes the sends and receives that :mod:`autoplan.runtime.interpreter` posts for it,
+in its order. A directed edge between two stages is a communicator of its own (one forward, one backward), and
+communicators complete operations *in order*, as NCCL's do: the k-th send of an edge meets the k-th receive, whatever
+their tags. A receive blocks its rank before it computes, a send does not; what one stage hands over to another of its
+rank must be there likewise. Ranks that differ in data and tensor coordinates alone exchange alike messages with their
+own neighbours, so one of them stands for all.
 """
 
 from __future__ import annotations
@@ -59,11 +60,13 @@ class Matched:
     problems: list[str] = field(default_factory=list)
 
 
-def stage_events(stage: StageGraph, actions: Sequence[Action]) -> list[Event]:
-    """What one rank of ``stage`` posts for its actions."""
+def rank_events(stages: Sequence[StageGraph], actions: Sequence[Action]) -> list[Event]:
+    """What one rank posts for its actions; ``stages`` are all of the model's."""
     events: list[Event] = []
     for action in actions:
-        here, m = stage.index, action.micro_batch
+        stage, here, m = stages[action.stage], action.stage, action.micro_batch
+        if action.kind == "W":
+            continue
         if action.kind == "F":
             events += [_post("receive", "forward", v, here, m, action) for v in stage.receives]
             events.append(Event("wait", action=action))
@@ -91,21 +94,21 @@ def match(events: Sequence[Sequence[Event]]) -> Matched:
     moved = True
     while moved:
         moved = False
-        for stage, lane in enumerate(events):
-            while positions[stage] < len(lane):
-                event = lane[positions[stage]]
+        for rank, lane in enumerate(events):
+            while positions[rank] < len(lane):
+                event = lane[positions[rank]]
                 if event.edge is None:
-                    if any(len(sent[edge]) <= index for edge, index in owed[stage]):
+                    if any(len(sent[edge]) <= index for edge, index in owed[rank]):
                         break
-                    owed[stage] = []
+                    owed[rank] = []
                 elif event.kind == "send":
                     assert event.message is not None
                     sent[event.edge].append(event.message)
                 else:
                     assert event.message is not None
-                    owed[stage].append((event.edge, len(received[event.edge])))
+                    owed[rank].append((event.edge, len(received[event.edge])))
                     received[event.edge].append(event.message)
-                positions[stage] += 1
+                positions[rank] += 1
                 moved = True
     _judge(events, positions, sent, received, found)
     return found
@@ -124,9 +127,9 @@ def _judge(
         wrong = next(((s, r) for s, r in pairs if s != r), None)
         if wrong is not None:
             found.problems.append(f"{edge}: {wrong[0]} is sent where {wrong[1]} is received")
-    stuck = [stage for stage, lane in enumerate(events) if positions[stage] < len(lane)]
+    stuck = [lane[at].action for lane, at in zip(events, positions, strict=True) if at < len(lane)]
     if stuck:
-        waits = ", ".join(f"stage {s} at {events[s][positions[s]].action}" for s in stuck)
+        waits = ", ".join(f"stage {action.stage} at {action}" for action in stuck if action is not None)
         found.problems.append(f"deadlock: {waits} wait for messages that never come")
         return
     for edge in sorted({*sent, *received}):

@@ -28,6 +28,7 @@ def reduce_strategy(strategy: Strategy, *, ranks: int) -> Strategy:
         strategy,
         data=data,
         pipeline=pipeline,
+        virtual_stages=min(strategy.virtual_stages, 2),
         tensor=tensor,
         micro_batches=micro_batches,
         micro_batch_size=min(strategy.micro_batch_size, 2),
@@ -43,6 +44,7 @@ def reductions(strategy: Strategy, reduced: Strategy) -> tuple[str, ...]:
     names = {
         "data": "data",
         "pipeline": "pipeline",
+        "virtual_stages": "stages a rank",
         "tensor": "tensor",
         "micro_batches": "micro-batches",
         "micro_batch_size": "samples in a micro-batch",
@@ -57,7 +59,7 @@ def reductions(strategy: Strategy, reduced: Strategy) -> tuple[str, ...]:
 
 def wanted_layers(strategy: Strategy) -> int:
     """Blocks that show every stage of ``strategy`` working on more than one."""
-    return LAYERS_A_STAGE * strategy.pipeline
+    return LAYERS_A_STAGE * strategy.pipeline * strategy.virtual_stages
 
 
 def reduce_plan(plan: Plan, layers: LayerGraph, strategy: Strategy) -> Plan:
@@ -66,14 +68,14 @@ def reduce_plan(plan: Plan, layers: LayerGraph, strategy: Strategy) -> Plan:
     The stages are the plan's own where both counts are, else even; recompute policies are taken from the layer that
     stands at the same share of the model.
     """
-    count = len(layers.layers)
+    count, wanted = len(layers.layers), strategy.pipeline * strategy.virtual_stages
     policies = _policies(plan, count)
-    if count == plan.stages[-1].last_layer + 1 and strategy.pipeline == len(plan.stages):
+    if count == plan.stages[-1].last_layer + 1 and wanted == len(plan.stages):
         stages = plan.stages
     else:
-        bounds = [count * index // strategy.pipeline for index in range(strategy.pipeline + 1)]
+        bounds = [count * index // wanted for index in range(wanted + 1)]
         stages = tuple(
-            _stage(plan.stages[index * len(plan.stages) // strategy.pipeline], first, last - 1, policies)
+            _stage(plan.stages[index * len(plan.stages) // wanted], first, last - 1, policies)
             for index, (first, last) in enumerate(itertools.pairwise(bounds))
         )
     return dataclasses.replace(

@@ -26,8 +26,8 @@ from autoplan.passes import lint, split_stages, weight_loss
 from autoplan.passes import shard_tensors as sharding_pass
 from autoplan.passes.split_stages import StageGraph
 from autoplan.plan import Plan
-from autoplan.runtime.build import is_split, stage_of_node
-from autoplan.schedules import SCHEDULES, all_actions
+from autoplan.runtime.build import is_split, proven_actions, stage_of_node
+from autoplan.schedules import rank_of_stage
 from autoplan.sharding import Placement, Shard, Sharding, shard_model
 from autoplan.verification import messages
 from autoplan.verification.types import Check
@@ -170,8 +170,6 @@ def _messages(stages: tuple[StageGraph, ...], plan: Plan) -> Check:
     strategy = plan.strategy
     if len(stages) == 1:
         return Check(name="messages", ok=True, detail="one stage sends nothing")
-    if strategy.schedule not in SCHEDULES:
-        return Check(name="messages", ok=False, detail=f"the actions of schedule {strategy.schedule!r} are not known")
     for stage in stages:
         for value in stage.sends:
             for reader in value.destinations:
@@ -181,9 +179,8 @@ def _messages(stages: tuple[StageGraph, ...], plan: Plan) -> Check:
                         ok=False,
                         detail=f"stage {stage.index} sends `{value.name}` to stage {reader}, which expects none such",
                     )
-    actions = all_actions(strategy.schedule, stages=len(stages), micro_batches=strategy.micro_batches)
-    events = [messages.stage_events(stage, own) for stage, own in zip(stages, actions, strict=True)]
-    found = messages.match(events)
+    actions = proven_actions(strategy.schedule, strategy.pipeline, strategy.virtual_stages, strategy.micro_batches)
+    found = messages.match([messages.rank_events(stages, own) for own in actions])
     if found.problems:
         return Check(name="messages", ok=False, detail="; ".join(found.problems[:3]))
     pipelines = strategy.data * strategy.tensor
@@ -273,8 +270,9 @@ def _memory(plan: Plan) -> Check:
             return Check(name="memory", ok=False, detail=text)
         if stage.peak_memory_bytes > capacity:
             per = plan.strategy.data * plan.strategy.tensor
+            holder = rank_of_stage(index, ranks=plan.strategy.pipeline)
             text = (
-                f"ranks {index * per} to {(index + 1) * per - 1} (stage {index}) need "
+                f"ranks {holder * per} to {(holder + 1) * per - 1} (stage {index}) need "
                 f"{size(stage.peak_memory_bytes)} of {size(capacity)}"
             )
             return Check(name="memory", ok=False, detail=text)

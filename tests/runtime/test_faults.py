@@ -120,7 +120,7 @@ def test_local_batches_of_unequal_size_are_refused_on_every_rank() -> None:
         ({"data": 2, "zero_stage": 4}, "zero_stage = 4 cannot be executed"),
         ({"virtual_stages": 2}, "virtual_stages = 2"),
         ({"context": 2}, "context = 2"),
-        ({"schedule": "zero_bubble"}, "schedule 'zero_bubble'"),
+        ({"schedule": "looped_bfs"}, "schedule 'looped_bfs'"),
     ],
 )
 def test_what_cannot_be_executed_is_refused_when_it_is_compiled(strategy: dict[str, Any], message: str) -> None:

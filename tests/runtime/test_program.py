@@ -30,7 +30,11 @@ from tests.support.training import (
 
 STEPS = 3
 
-# name -> (plan, the most micro-batches in flight on each rank): GPipe holds all M, 1F1B min(M, stages - stage).
+INTERLEAVED = {"pipeline": 2, "virtual_stages": 2, "schedule": "interleaved"}
+ZERO_BUBBLE = {"pipeline": 2, "schedule": "zero_bubble"}
+
+# name -> (plan, the most micro-batches in flight on each rank): GPipe holds all M, 1F1B min(M, stages - stage), and so
+# does zero bubble; interleaved ranks count chunks.
 PLANS: dict[str, tuple[dict[str, Any], list[int]]] = {
     "one": ({"micro_batch_size": 8}, [1]),
     "dp2": ({"data": 2, "micro_batch_size": 4}, [1, 1]),
@@ -55,6 +59,30 @@ PLANS: dict[str, tuple[dict[str, Any], list[int]]] = {
         {"data": 2, "pipeline": 2, "micro_batch_size": 1, "micro_batches": 4, "zero_stage": 2},
         [2, 2, 1, 1],
     ),
+    "pp2v2-interleaved": ({**INTERLEAVED, "micro_batch_size": 2, "micro_batches": 4}, [5, 3]),
+    "pp2v2-interleaved-uneven-3-3-2": ({**INTERLEAVED, "micro_batch_size": 3, "micro_batches": 3}, [5, 3]),
+    "dp2-pp2v2-interleaved-zero2": (
+        {**INTERLEAVED, "data": 2, "micro_batch_size": 1, "micro_batches": 4, "zero_stage": 2},
+        [5, 5, 3, 3],
+    ),
+    "dp2-pp2v2-interleaved-zero3": (
+        {**INTERLEAVED, "data": 2, "micro_batch_size": 1, "micro_batches": 4, "zero_stage": 3},
+        [5, 5, 3, 3],
+    ),
+    "pp2-zero-bubble": ({**ZERO_BUBBLE, "micro_batch_size": 2, "micro_batches": 4}, [2, 1]),
+    "pp4-zero-bubble-fewer-micro-batches-than-stages": (
+        {**ZERO_BUBBLE, "pipeline": 4, "micro_batch_size": 4, "micro_batches": 2},
+        [2, 2, 2, 1],
+    ),
+    "dp2-pp2-zero-bubble": ({**ZERO_BUBBLE, "data": 2, "micro_batch_size": 1, "micro_batches": 4}, [2, 2, 1, 1]),
+    "dp2-pp2-zero-bubble-zero2": (
+        {**ZERO_BUBBLE, "data": 2, "micro_batch_size": 1, "micro_batches": 4, "zero_stage": 2},
+        [2, 2, 1, 1],
+    ),
+    "dp2-pp2-zero-bubble-zero3": (
+        {**ZERO_BUBBLE, "data": 2, "micro_batch_size": 1, "micro_batches": 4, "zero_stage": 3},
+        [2, 2, 1, 1],
+    ),
 }
 
 
@@ -65,7 +93,11 @@ def gpt() -> tuple[nn.Module, Any, Capture, Trained]:
     return model, batch, captured, train_alone(model, [batch] * STEPS)
 
 
-WIDE = {"dp2-accumulated", "mp2", "dp2-pp2", "dp2-zero1", "dp2-pp2-zero3"}  # parts of what other plans cover
+WIDE = {  # parts of what other plans cover
+    *("dp2-accumulated", "mp2", "dp2-pp2", "dp2-zero1", "dp2-pp2-zero3"),
+    *("pp2v2-interleaved", "dp2-pp2v2-interleaved-zero3", "pp2-zero-bubble", "dp2-pp2-zero-bubble"),
+    "dp2-pp2-zero-bubble-zero3",
+}
 
 
 @pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.wide] if n in WIDE else []) for n in PLANS])
@@ -104,8 +136,11 @@ def test_a_tensor_axis_changes_no_number_and_each_gradient_counts_once_in_the_no
         {"tensor": 2, "data": 2, "micro_batch_size": 2, "micro_batches": 2, "zero_stage": 2},
         {"tensor": 2, "pipeline": 2, "micro_batch_size": 4, "micro_batches": 2},
         {"data": 2, "pipeline": 2, "micro_batch_size": 1, "micro_batches": 4, "zero_stage": 3},
+        {**INTERLEAVED, "tensor": 2, "micro_batch_size": 4, "micro_batches": 2},
+        {**ZERO_BUBBLE, "data": 2, "micro_batch_size": 1, "micro_batches": 4, "zero_stage": 1},
+        {**ZERO_BUBBLE, "tensor": 2, "micro_batch_size": 4, "micro_batches": 2},
     ],
-    ids=["dp2-tp2-zero2", "pp2-tp2", "dp2-pp2-zero3"],
+    ids=["dp2-tp2-zero2", "pp2-tp2", "dp2-pp2-zero3", "pp2v2-tp2", "dp2-pp2-zero-bubble-zero1", "pp2-tp2-zero-bubble"],
 )
 def test_layers_recomputed_beside_layers_kept_change_no_number(plan: dict[str, Any]) -> None:
     _, batch, captured, expected = gpt()

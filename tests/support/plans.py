@@ -45,8 +45,9 @@ def hand_plan(
     """A plan of ``strategy``; stage s ends before layer ``cuts[s]``, evenly where not given."""
     degrees = Strategy(**strategy)
     count = len(layers.layers)
+    stages = degrees.pipeline * degrees.virtual_stages
     if cuts is None:
-        cuts = tuple(count * (s + 1) // degrees.pipeline for s in range(degrees.pipeline - 1))
+        cuts = tuple(count * (s + 1) // stages for s in range(stages - 1))
     bounds = (0, *cuts, count)
     return Plan(
         gpus=gpus or degrees.gpus,

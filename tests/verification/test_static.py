@@ -98,15 +98,30 @@ def test_a_stage_beyond_its_memory_is_named_with_its_ranks() -> None:
     assert found.detail == "ranks 2 to 3 (stage 1) need 3.0 GiB of 2.0 GiB"
 
 
-def _events(schedule: str = "1f1b", stages: int = 2, micro_batches: int = 4) -> list[list[messages.Event]]:
+def _events(
+    schedule: str = "1f1b", stages: int = 2, micro_batches: int = 4, virtual_stages: int = 1
+) -> list[list[messages.Event]]:
     captured, layers = nano()
-    plan = hand_plan(layers, pipeline=stages, micro_batch_size=1, micro_batches=micro_batches)
+    plan = hand_plan(
+        layers,
+        pipeline=stages // virtual_stages,
+        virtual_stages=virtual_stages,
+        micro_batch_size=1,
+        micro_batches=micro_batches,
+    )
     programs = static.build_programs(captured, layers, plan, Cluster.parse("8xcpu"))
-    actions = all_actions(schedule, stages=stages, micro_batches=micro_batches)
-    return [messages.stage_events(stage, own) for stage, own in zip(programs.stages, actions, strict=True)]
+    actions = all_actions(schedule, stages=stages, micro_batches=micro_batches, virtual_stages=virtual_stages)
+    return [messages.rank_events(programs.stages, own) for own in actions]
 
 
-@pytest.mark.parametrize("schedule", ["1f1b", "gpipe"])
+@pytest.mark.parametrize("micro_batches", [1, 3, 4, 8])
+def test_messages_of_interleaved_stages_meet(micro_batches: int) -> None:
+    found = messages.match(_events("interleaved", 4, micro_batches, virtual_stages=2))
+    assert not found.problems
+    assert found.messages == 2 * 3 * micro_batches
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "gpipe", "zero_bubble"])
 @pytest.mark.parametrize(("stages", "micro_batches"), [(2, 1), (2, 8), (4, 2), (4, 8)])
 def test_schedules_complete_with_communicators_that_keep_their_order(
     schedule: str, stages: int, micro_batches: int
