@@ -4,19 +4,24 @@ Requires the graph before and after :mod:`autoplan.passes.shard_tensors`, whose 
 an operator that draws random numbers and whose result is smaller than it was, a rank's part of it, becomes a call of
 :func:`autoplan.passes.operators.drawn_apart`; without it, dropout would drop the same places of every rank's part.
 Operators that every rank computes whole are left to draw alike, and so are those that write in place.
+
+Dropout of a share of the sequence (values [batch, sequence, hidden] under sequence parallelism) becomes a call of
+:func:`autoplan.passes.operators.drawn_in_part`: its part of what the program without sequence parallelism draws.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor
-from torch.fx import GraphModule, Node
+from torch.fx import Graph, GraphModule, Node
 
 from autoplan.passes import operators
 from autoplan.passes.graph_facts import GraphFacts, copy_graph
 
 NAME = "draw_apart"
+_SEQUENCE = 1  # of [batch, sequence, hidden]
 
 
 def draw_apart(sharded: GraphModule, original: GraphModule, *, axis: str = "tensor") -> GraphModule:
@@ -27,8 +32,7 @@ def draw_apart(sharded: GraphModule, original: GraphModule, *, axis: str = "tens
     for node in facts.order:
         if facts.is_random(node) and not facts.writes(node) and _is_part(node, whole.get(node.name)):
             with graph.inserting_before(node):
-                args: Any = (node.target, axis, *node.args)
-                apart = graph.call_function(operators.drawn_apart, args, dict(node.kwargs))
+                apart = _drawn(graph, node, whole[node.name], axis)
             apart.meta = dict(node.meta)
             node.replace_all_uses_with(apart)
             name = node.name
@@ -36,6 +40,19 @@ def draw_apart(sharded: GraphModule, original: GraphModule, *, axis: str = "tens
             apart.name = name
     graph.lint()
     return GraphModule(sharded, graph, class_name="ShardedGraph")
+
+
+def _drawn(graph: Graph, node: Node, whole: Node, axis: str) -> Node:
+    """``node``'s operator as a call that draws for a part."""
+    local, full = node.meta["val"].shape, whole.meta["val"].shape
+    split = [dim for dim, (part, size) in enumerate(zip(local, full, strict=True)) if part != size]
+    is_dropout = node.target is torch.ops.aten.dropout.default and not node.kwargs
+    args: Any
+    if is_dropout and len(full) == 3 and split == [_SEQUENCE]:
+        args = (node.target, axis, _SEQUENCE, *node.args)
+        return graph.call_function(operators.drawn_in_part, args)
+    args = (node.target, axis, *node.args)
+    return graph.call_function(operators.drawn_apart, args, dict(node.kwargs))
 
 
 def _is_part(node: Node, whole: Node | None) -> bool:

@@ -123,6 +123,20 @@ def drawn_apart(operation: Callable[..., Any], axis: str, *args: Any, **kwargs: 
         return operation(*args, **kwargs)
 
 
+def drawn_in_part(operation: Callable[..., Any], axis: str, dim: int, x: Tensor, *args: Any) -> Tensor:
+    """Dropout ``operation(x, *args)`` of a value whose ``dim`` is split: this rank's part of one drawing for the whole.
+
+    Every rank draws for the whole value, from generators that are alike, and takes its slice of the factors; so the
+    numbers are those of a program that does not split the value, and the generators stay alike.
+    """
+    communicator = _CURRENT.get()
+    ranks = communicator.size(axis)
+    shape = [size * ranks if at == dim else size for at, size in enumerate(x.shape)]
+    with torch.no_grad():
+        factors = operation(torch.ones(shape, dtype=x.dtype, device=x.device), *args)
+    return x * _slice(factors, communicator.rank(axis), ranks, dim, (), 0)
+
+
 def recomputed(module: GraphModule, *inputs: Any) -> Any:
     """``module(*inputs)``, of which only ``inputs`` are kept: it runs again when the backward first needs a value, and
     stops after the last one needed. Collectives in it run again too, on every rank of their group alike.

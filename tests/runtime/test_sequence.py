@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from autoplan.capture import Capture
+from autoplan.capture import Capture, capture
 from autoplan.cluster import Cluster
 from autoplan.layers import LayerGraph, build_layers
 from autoplan.runtime import Program
@@ -18,9 +19,17 @@ from tests.support import models
 from tests.support.plans import hand_plan, with_recompute
 from tests.support.precision import float64_throughout
 from tests.support.processes import run_ranks
-from tests.support.training import Trained, assert_same_numbers, capture_double, train_alone, train_program
+from tests.support.training import (
+    Trained,
+    assert_close,
+    assert_same_numbers,
+    capture_double,
+    train_alone,
+    train_program,
+)
 
 STEPS = 2
+CLUSTER = Cluster.parse("8xA100-80GB")
 
 
 def _bert() -> tuple[nn.Module, Any]:
@@ -74,7 +83,7 @@ def _prepared(name: str) -> tuple[Capture, LayerGraph, list[Any], Trained]:
 def program(captured: Capture, layers: LayerGraph, *, recompute: str = "none", **strategy: Any) -> Program:
     degrees = {"data": 1, "tensor": 1, "pipeline": 1, "micro_batches": 1, "schedule": "1f1b", **strategy}
     plan = with_recompute(hand_plan(layers, sequence_parallel=True, **degrees), recompute)
-    return Program(captured, plan, layers, cluster=Cluster.parse("8xA100-80GB"), device="cpu")
+    return Program(captured, plan, layers, cluster=CLUSTER, device="cpu")
 
 
 @pytest.mark.parametrize(
@@ -90,3 +99,36 @@ def test_every_number_is_the_single_process_s(name: str, strategy: str) -> None:
     made = program(captured, layers, **STRATEGIES[strategy])
     for found in run_ranks(lambda *_: train_program(made, batches), made.plan.gpus):
         assert_same_numbers(found, alone)
+
+
+def test_dropout_draws_what_the_same_program_draws_without_sequence_parallelism() -> None:
+    # Of the residual stream every rank takes its part of one drawing; attention and the perceptron are split by heads
+    # and features in both programs, and draw for those.
+    torch.manual_seed(0)
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    sizes = {"n_layer": 2, "n_embd": 32, "n_head": 4, "n_positions": 32, "vocab_size": 96}
+    model = GPT2LMHeadModel(GPT2Config(**sizes, resid_pdrop=0.3, embd_pdrop=0.3, attn_pdrop=0.3)).double().train()
+    batch = models.token_batch(4)
+    captured = capture(model, batch)
+    layers = build_layers(captured)
+    degrees: dict[str, Any] = {"tensor": 2, "micro_batch_size": 2, "micro_batches": 2}
+    whole = Program(captured, hand_plan(layers, **degrees), layers, cluster=CLUSTER, device="cpu")
+    shares = program(captured, layers, **degrees)
+    again = program(captured, layers, recompute="full", **degrees)
+    assert shares.code(0).count("drawn_in_part(") == 1 + 2 * 2  # embeddings, and both branches of a block
+
+    def train(rank: int, world: int) -> list[tuple[float, dict[str, Tensor]]]:
+        found = []
+        for each in (whole, shares, again):
+            torch.manual_seed(11)
+            each.zero_grad()
+            loss = each.step(batch)
+            found.append((loss, {name: gradient.clone() for name, gradient in each.gradients().items()}))
+        return found
+
+    for (loss, gradients), *others in run_ranks(train, 2):
+        for other, found in others:
+            assert math.isclose(loss, other, rel_tol=1e-12)
+            for name, gradient in gradients.items():
+                assert_close(name, found[name], gradient)
