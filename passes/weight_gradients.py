@@ -104,7 +104,8 @@ class _Held(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> Any:
         gradient, ctx.cell.gradient = ctx.cell.gradient, None
         if gradient is not None:
-            ctx.aside.parts.append(_Part(ctx.edge, *ctx.saved_tensors, gradient, ctx.transposed))
+            (x,) = ctx.saved_tensors
+            ctx.aside.parts.append(_Part(ctx.edge, x, gradient, ctx.transposed))
         return gradients[0], None, None, None
 
 
@@ -129,7 +130,8 @@ class _OfConstant(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
         (gradient,) = gradients
-        ctx.aside.parts.append(_Part(ctx.edge, *ctx.saved_tensors, gradient, ctx.transposed))
+        (x,) = ctx.saved_tensors
+        ctx.aside.parts.append(_Part(ctx.edge, x, gradient, ctx.transposed))
         of_bias = gradient.reshape(-1, gradient.shape[-1]).sum(0) if ctx.needs_input_grad[2] else None
         return None, None, of_bias, None, None, None
 
