@@ -20,73 +20,89 @@ def _generator(seed: int = 1) -> torch.Generator:
 
 
 class Convolutions(nn.Module):
-    """Two convolutions with GroupNorm."""
+    """Two convolutions with GroupNorm, and between them a shift for each channel from the noise's embedding."""
 
-    def __init__(self, channels_in: int, channels: int) -> None:
+    def __init__(self, channels_in: int, channels: int, noise: int) -> None:
         super().__init__()
+        self.shift = nn.Linear(noise, channels)
         self.conv_1 = nn.Conv2d(channels_in, channels, 3, padding=1)
         self.norm_1 = nn.GroupNorm(2, channels)
         self.conv_2 = nn.Conv2d(channels, channels, 3, padding=1)
         self.norm_2 = nn.GroupNorm(2, channels)
 
-    def forward(self, x: Tensor) -> Tensor:
-        x = F.silu(self.norm_1(self.conv_1(x)))
+    def forward(self, x: Tensor, noise: Tensor) -> Tensor:
+        x = F.silu(self.norm_1(self.conv_1(x))) + self.shift(noise)[:, :, None, None]
         return F.silu(self.norm_2(self.conv_2(x)))
 
 
 class UNet(nn.Module):
-    """Down, across and up; every level's output goes straight to the level of the same size on the way up."""
+    """Down, across and up; every level's output goes straight to the level of the same size on the way up, and an
+    embedding of the noise level to all of them."""
 
-    def __init__(self, width: int = 8, levels: int = 3) -> None:
+    def __init__(self, width: int, levels: int) -> None:
         super().__init__()
         sizes = [width * 2**level for level in range(levels + 1)]
+        pairs, noise = list(itertools.pairwise(sizes)), 2 * width
         self.stem = nn.Conv2d(3, width, 3, padding=1)
-        self.down = nn.ModuleList([Convolutions(a, b) for a, b in itertools.pairwise(sizes)])
-        self.across = Convolutions(sizes[-1], sizes[-1])
-        self.up = nn.ModuleList([Convolutions(b + b, a) for a, b in reversed(list(itertools.pairwise(sizes)))])
+        self.noise = nn.Sequential(nn.Linear(4, noise), nn.SiLU(), nn.Linear(noise, noise))
+        self.down = nn.ModuleList([Convolutions(a, b, noise) for a, b in pairs])
+        self.across = Convolutions(sizes[-1], sizes[-1], noise)
+        self.up = nn.ModuleList([Convolutions(b + b, a, noise) for a, b in reversed(pairs)])
         self.head = nn.Conv2d(width, 3, 1)
 
-    def forward(self, images: Tensor, target: Tensor) -> Tensor:
-        x, skips = self.stem(images), []
+    def forward(self, images: Tensor, level: Tensor, target: Tensor) -> Tensor:
+        x, noise, skips = self.stem(images), self.noise(level), []
         for block in self.down:
-            x = block(x)
+            x = block(x, noise)
             skips.append(x)
             x = F.max_pool2d(x, 2)
-        x = self.across(x)
+        x = self.across(x, noise)
         for block in self.up:
-            x = block(torch.cat([F.interpolate(x, scale_factor=2.0), skips.pop()], dim=1))
+            x = block(torch.cat([F.interpolate(x, scale_factor=2.0), skips.pop()], dim=1), noise)
         return F.mse_loss(self.head(x), target)
 
 
-class Tower(nn.Module):
-    """Layers with a residual each."""
+class Residual(nn.Module):
+    """A small network beside its input."""
 
+    def __init__(self, features: int) -> None:
+        super().__init__()
+        self.widen, self.narrow = nn.Linear(features, 2 * features), nn.Linear(2 * features, features)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.narrow(torch.relu(self.widen(x)))
+
+
+class Tower(nn.Module):
     def __init__(self, features: int, layers: int) -> None:
         super().__init__()
-        self.layers = nn.ModuleList([nn.Linear(features, features) for _ in range(layers)])
+        self.layers = nn.ModuleList([Residual(features) for _ in range(layers)])
 
     def forward(self, x: Tensor) -> Tensor:
         for layer in self.layers:
-            x = x + torch.tanh(layer(x))
+            x = layer(x)
         return x
 
 
 class TwoTowers(nn.Module):
-    """A recommender: what a user did and what an item is, each embedded as a bag and read by a tower; their product
-    and a small network give the rating."""
+    """A recommender: what a user did and what an item is, each embedded and read by a tower; their product and a small
+    network give the rating. ``layers``: of the user's tower and of the item's; ``bags``: embedded by EmbeddingBag, or
+    by the mean of embeddings."""
 
-    def __init__(self, features: int = 16, layers: int = 4, rows: int = 64) -> None:
+    def __init__(self, features: int, layers: tuple[int, int], *, bags: bool, rows: int = 64) -> None:
         super().__init__()
-        self.user_bag = nn.EmbeddingBag(rows, features, mode="mean")
-        self.item_bag = nn.EmbeddingBag(rows, features, mode="sum")
-        self.user = Tower(features, layers)
-        self.item = Tower(features, layers)
+        table = nn.EmbeddingBag if bags else nn.Embedding
+        self.bags = bags
+        self.user_table, self.item_table = table(rows, features), table(rows, features)
+        self.user, self.item = Tower(features, layers[0]), Tower(features, layers[1])
         self.rate_1 = nn.Linear(3 * features, features)
         self.rate_2 = nn.Linear(features, 1)
 
     def forward(self, history: Tensor, words: Tensor, rating: Tensor) -> Tensor:
-        user = self.user(self.user_bag(history))
-        item = self.item(self.item_bag(words))
+        user, item = self.user_table(history), self.item_table(words)
+        if not self.bags:
+            user, item = user.mean(1), item.mean(1)
+        user, item = self.user(user), self.item(item)
         both = torch.cat([user, item, user * item], dim=-1)
         return F.mse_loss(self.rate_2(torch.relu(self.rate_1(both))).squeeze(-1), rating)
 
@@ -175,14 +191,18 @@ class Recurrent(nn.Module):
 
 def unet(*, samples: int = SAMPLES, width: int = 8, levels: int = 3, size: int = 16) -> tuple[nn.Module, Batch]:
     torch.manual_seed(0)
-    images = torch.randn(samples, 3, size, size, generator=_generator())
-    return UNet(width, levels), {"images": images, "target": images.flip(1)}
+    generator = _generator()
+    images = torch.randn(samples, 3, size, size, generator=generator)
+    level = torch.randn(samples, 4, generator=generator)
+    return UNet(width, levels), {"images": images, "level": level, "target": images.flip(1)}
 
 
-def two_towers(*, samples: int = SAMPLES, features: int = 16, layers: int = 4) -> tuple[nn.Module, Batch]:
+def two_towers(
+    *, samples: int = SAMPLES, features: int = 16, layers: tuple[int, int] = (4, 4), bags: bool = False
+) -> tuple[nn.Module, Batch]:
     torch.manual_seed(0)
     generator = _generator()
-    return TwoTowers(features, layers), {
+    return TwoTowers(features, layers, bags=bags), {
         "history": torch.randint(64, (samples, 6), generator=generator),
         "words": torch.randint(64, (samples, 4), generator=generator),
         "rating": torch.randn(samples, generator=generator),
