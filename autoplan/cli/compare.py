@@ -22,13 +22,18 @@ def compare(
     precision: options.Precision = None,
     optimizer: options.Optimizer = "adamw",
     strategy: options.StrategyText = None,
+    headroom: options.Headroom = None,
+    max_gpus: options.MaxGpus = None,
+    inside_node: options.InsideNode = None,
     json: options.Json = False,
 ) -> None:
     """Show the best plan of each family: one GPU, data, sharded state, pipeline, tensor and their combinations.
 
     Exit code 1: none of them fits.
     """
-    forced = options.parse_strategy(strategy)
+    forced = options.with_limits(
+        options.parse_strategy(strategy), headroom=headroom, max_gpus=max_gpus, inside_node=inside_node
+    )
     import autoplan
 
     with console.progress(f"Comparing plans of {model} on {gpus}"):

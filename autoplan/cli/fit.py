@@ -24,13 +24,18 @@ def fit(
     optimizer: options.Optimizer = "adamw",
     strategy: options.StrategyText = None,
     headroom: options.Headroom = None,
+    max_gpus: options.MaxGpus = None,
+    stages: options.Stages = None,
+    inside_node: options.InsideNode = None,
     json: options.Json = False,
 ) -> None:
     """Say whether a model fits, and with how much memory to spare.
 
     Exit code 0: it fits. Exit code 1: it does not; then by how much, and the nearest changes that fit.
     """
-    forced = options.with_headroom(options.parse_strategy(strategy), headroom)
+    forced = options.with_limits(
+        options.parse_strategy(strategy), headroom=headroom, max_gpus=max_gpus, stages=stages, inside_node=inside_node
+    )
     import autoplan
 
     try:

@@ -22,6 +22,8 @@ def min_gpus(
     precision: options.Precision = None,
     optimizer: options.Optimizer = "adamw",
     strategy: options.StrategyText = None,
+    headroom: options.Headroom = None,
+    inside_node: options.InsideNode = None,
     json: options.Json = False,
 ) -> None:
     """Find the fewest GPUs of a kind that hold a model.
@@ -30,7 +32,7 @@ def min_gpus(
     """
     if (gpu is None) == (gpus is None):
         raise ClusterError("name the kind of GPU once", legal="--gpu KIND, or --gpus SPEC", attempt="--gpu H100")
-    forced = options.parse_strategy(strategy)
+    forced = options.with_limits(options.parse_strategy(strategy), headroom=headroom, inside_node=inside_node)
     import autoplan
 
     try:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import re
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -28,10 +29,23 @@ Optimizer = Annotated[
 ]
 StrategyText = Annotated[
     list[str] | None,
-    typer.Option("--strategy", metavar="K=V,...", help="Force parts of the answer: data=4,tensor=2,zero_stage=1."),
+    typer.Option(
+        "--strategy",
+        metavar="K=V,...",
+        help="Force parts of the answer, or bound them: data=4,tensor=1|2,pipeline<=4,zero_stage=1.",
+    ),
 ]
 Headroom = Annotated[
     str | None, typer.Option("--headroom", metavar="SHARE", help="Memory to keep free on every GPU, such as 10%.")
+]
+MaxGpus = Annotated[int | None, typer.Option("--max-gpus", metavar="N", help="Use at most so many GPUs.")]
+Stages = Annotated[
+    str | None,
+    typer.Option("--stages", metavar="0-15,16-31", help="The stages: spans of layers, or the first layer of each."),
+]
+InsideNode = Annotated[
+    str | None,
+    typer.Option("--inside-node", metavar="AXIS,...", help="Axes whose groups cross no node: tensor,data."),
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of tables.")]
 Output = Annotated[Path | None, typer.Option("-o", "--output", metavar="FILE", help="Write the plan to FILE.")]
@@ -48,10 +62,13 @@ _WHOLE = (
     "micro_batch_size",
     "max_gpus",
 )
-_WORDS = ("schedule", "recompute", "memory_headroom")
+_WORDS = ("schedule", "recompute", "memory_headroom", "stages", "inside_node")
 _SWITCHES = ("sequence_parallel",)
 STRATEGY_KEYS = (*_WHOLE, *_WORDS, *_SWITCHES)
+# Keys that may have a range instead of one value.
+RANGED = tuple(key for key in _WHOLE if key != "max_gpus")
 _EXAMPLE = "--strategy data=4,tensor=2"
+_PART = re.compile(r"\s*([^=<>!\s]+)\s*(<=|>=|!=|<|>|=)\s*([^=\s].*?)\s*")
 
 
 def parse_strategy(texts: list[str] | None) -> dict[str, Any]:
@@ -64,25 +81,59 @@ def parse_strategy(texts: list[str] | None) -> dict[str, Any]:
     for part in ",".join(texts or ()).split(","):
         if not part.strip():
             continue
-        key, equals, value = (piece.strip() for piece in part.partition("="))
-        if not equals or not value:
+        found = _PART.fullmatch(part)
+        if found is None:
             raise StrategyError(f"strategy: {part.strip()!r} is not KEY=VALUE", attempt=_EXAMPLE)
-        if key in strategy:
+        key, sign, value = found.groups()
+        bounded = sign != "="
+        if bounded and isinstance(strategy.get(key), str):  # at least and at most
+            strategy[key] += f" {sign}{value}"
+        elif key in strategy:
             raise StrategyError(f"strategy: `{key}` is given twice", attempt=_EXAMPLE)
-        strategy[key] = _value(key, value)
+        else:
+            strategy[key] = _bound(key, f"{sign}{value}") if bounded else _value(key, value)
     return strategy
 
 
-def with_headroom(strategy: dict[str, Any], headroom: str | None) -> dict[str, Any]:
-    """``strategy`` with ``--headroom`` as its key; given twice is refused."""
-    if headroom is None:
-        return strategy
-    if "memory_headroom" in strategy:
-        raise StrategyError("the memory headroom is given twice", attempt="--headroom, or --strategy memory_headroom=")
-    return strategy | {"memory_headroom": headroom}
+def with_limits(
+    strategy: dict[str, Any],
+    *,
+    headroom: str | None = None,
+    max_gpus: int | None = None,
+    stages: str | None = None,
+    inside_node: str | None = None,
+) -> dict[str, Any]:
+    """``strategy`` with the limits that have options of their own as its keys; given twice is refused."""
+    given = {
+        "memory_headroom": ("--headroom", headroom),
+        "max_gpus": ("--max-gpus", max_gpus),
+        "stages": ("--stages", stages),
+        "inside_node": ("--inside-node", inside_node),
+    }
+    limits = {key: value for key, (_, value) in given.items() if value is not None}
+    for key in limits:
+        if key in strategy:
+            raise StrategyError(
+                f"`{key}` is given twice", attempt=f"{given[key][0]}, or `{key}` in --strategy, and not both"
+            )
+    return strategy | limits
+
+
+def _bound(key: str, text: str) -> str:
+    if key in RANGED:
+        return text
+    if key in STRATEGY_KEYS:
+        raise StrategyError(
+            f"strategy: `{key}` has no range",
+            legal=f"{key}=VALUE; ranges are for {', '.join(RANGED)}",
+            attempt=_EXAMPLE,
+        )
+    raise _unknown(key)
 
 
 def _value(key: str, text: str) -> Any:
+    if key in RANGED and "|" in text:
+        return text
     if key in _WHOLE:
         try:
             return int(text)
@@ -96,8 +147,12 @@ def _value(key: str, text: str) -> Any:
         if text.lower() not in ("true", "false"):
             raise StrategyError(f"strategy: `{key}` is {text!r}", legal="true, false")
         return text.lower() == "true"
+    raise _unknown(key)
+
+
+def _unknown(key: str) -> StrategyError:
     near = difflib.get_close_matches(key, STRATEGY_KEYS, n=1)
-    raise StrategyError(
+    return StrategyError(
         f"strategy: unknown key `{key}`",
         legal=", ".join(STRATEGY_KEYS),
         attempt=f"did you mean `{near[0]}`?" if near else "",

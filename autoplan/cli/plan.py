@@ -14,6 +14,9 @@ def plan(
     optimizer: options.Optimizer = "adamw",
     strategy: options.StrategyText = None,
     headroom: options.Headroom = None,
+    max_gpus: options.MaxGpus = None,
+    stages: options.Stages = None,
+    inside_node: options.InsideNode = None,
     output: options.Output = None,
     json: options.Json = False,
 ) -> None:
@@ -21,7 +24,9 @@ def plan(
 
     Keys in --strategy are forced; the rest is planned. Exit code 1: nothing fits.
     """
-    forced = options.with_headroom(options.parse_strategy(strategy), headroom)
+    forced = options.with_limits(
+        options.parse_strategy(strategy), headroom=headroom, max_gpus=max_gpus, stages=stages, inside_node=inside_node
+    )
     options.check_writable(output)
 
     def decide() -> answer.Plan:

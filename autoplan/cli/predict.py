@@ -16,6 +16,7 @@ def predict(
     strategy: Annotated[
         list[str], typer.Option("--strategy", metavar="K=V,...", help="The strategy: data=4,tensor=2,zero_stage=1.")
     ],
+    stages: options.Stages = None,
     global_batch: options.GlobalBatch = None,
     seq: options.Sequence = None,
     precision: options.Precision = None,
@@ -27,7 +28,7 @@ def predict(
 
     Exit code 1: it does not fit.
     """
-    wanted = options.parse_strategy(strategy)
+    wanted = options.with_limits(options.parse_strategy(strategy), stages=stages)
     if not wanted:
         raise StrategyError("predict needs a strategy", attempt="--strategy data=4,tensor=2, or `autoplan plan`")
     options.check_writable(output)

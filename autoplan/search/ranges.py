@@ -26,8 +26,7 @@ _COMPARE: dict[str, Callable[[Any, Any], Any]] = {
     ">": operator.gt,
 }
 _CONDITION = re.compile(r"(<=|>=|!=|<|>)\s*(\d+)")
-_CONDITIONS = re.compile(r"\s*(?:(?:<=|>=|!=|<|>)\s*\d+[\s,&]*)+")
-_CHOICE = re.compile(r"\s*\d+(?:\s*\|\s*\d+)+\s*")
+_RANGE = re.compile(r"\s*(\d+(?:\s*\|\s*\d+)+)?[\s,&]*((?:(?:<=|>=|!=|<|>)\s*\d+[\s,&]*)*)")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,7 +50,8 @@ class Range:
         return max([*least, min(self.among, default=0)])
 
     def __str__(self) -> str:
-        return "|".join(map(str, self.among)) or " ".join(f"{sign}{number}" for sign, number in self.conditions)
+        choices = ["|".join(map(str, self.among))] if self.among else []
+        return " ".join((*choices, *(f"{sign}{number}" for sign, number in self.conditions)))
 
 
 def read_range(key: str, value: Any) -> Range | None:
@@ -64,10 +64,12 @@ def read_range(key: str, value: Any) -> Range | None:
             where=f"strategy key `{key}`",
             legal=f"one value; ranges are for {', '.join(RANGED)}",
         )
-    if _CHOICE.fullmatch(value):
-        return Range(among=tuple(sorted({int(number) for number in re.findall(r"\d+", value)})))
-    if _CONDITIONS.fullmatch(value):
-        return Range(conditions=tuple((sign, int(number)) for sign, number in _CONDITION.findall(value)))
+    found = _RANGE.fullmatch(value)
+    if found is not None:
+        return Range(
+            conditions=tuple((sign, int(number)) for sign, number in _CONDITION.findall(found[2])),
+            among=tuple(sorted({int(number) for number in re.findall(r"\d+", found[1] or "")})),
+        )
     raise StrategyError(
         f"`{key}` cannot be {value!r}",
         where=f"strategy key `{key}`",

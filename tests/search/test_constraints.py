@@ -69,6 +69,7 @@ def planned(**forced: Any) -> Plan:
         ({"pipeline": ">=2"}, lambda s: s.pipeline >= 2),
         ({"pipeline": ">=2 <=3", "tensor": 1}, lambda s: s.pipeline == 2 and s.tensor == 1),
         ({"tensor": "2|8"}, lambda s: s.tensor in (2, 8)),
+        ({"tensor": "2|4|8 !=2"}, lambda s: s.tensor in (4, 8)),
         ({"micro_batch_size": "<=2", "zero_stage": ">=2"}, lambda s: s.micro_batch_size <= 2 and s.zero_stage >= 2),
     ],
 )
