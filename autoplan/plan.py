@@ -255,6 +255,13 @@ class ClusterSummary:
     memory_bytes: float
     groups: tuple[GroupSummary, ...] = ()
 
+    def describe(self, times: str = " x ") -> str:
+        """The machines in a few words, such as ``2 x 8 H100-80GB-SXM`` or ``8 H100-80GB-SXM + 2 x 4 old``; ``times``
+        goes between nodes and the GPUs of one."""
+        parts = [(group.nodes, group.gpus_per_node, group.name) for group in self.groups]
+        named = parts or [(self.nodes, self.gpus_per_node, self.device)]
+        return " + ".join(f"{f'{nodes}{times}' if nodes > 1 else ''}{gpus} {name}" for nodes, gpus, name in named)
+
     def memory_of(self, stage: Stage) -> float:
         """Bytes of the GPUs that run ``stage``: of the smallest, where they are of several kinds."""
         named = [group.memory_bytes for group in self.groups if group.name in stage.device.split(" + ")]

@@ -68,12 +68,20 @@ def _print(found: tuple[Contender, ...]) -> None:
     for contender in found:
         listed.add_row(
             "*" if contender.chosen else "",
-            contender.strategy.describe(),
+            _name(contender),
             str(contender.strategy.micro_batch_size),
             *_figures(contender),
         )
     console.result(listed)
     console.note("* the plan; mb: samples in a micro-batch; comm: communication that nothing hides")
+
+
+def _name(contender: Contender) -> str:
+    """The strategy; on several kinds of GPUs also which of them."""
+    from autoplan.search.families import FAMILIES
+
+    strategy = contender.strategy.describe()
+    return strategy if contender.family in [name for name, *_ in FAMILIES] else f"{contender.family}: {strategy}"
 
 
 def _figures(contender: Contender) -> tuple[str, str, str, str]:

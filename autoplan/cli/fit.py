@@ -67,10 +67,11 @@ def _say_no(error: InfeasibleError, *, json: bool) -> None:
 
 def _sentences(found: Fit) -> tuple[str, ...]:
     plan = found.plan
+    tightest = min(plan.stages, key=lambda stage: plan.cluster.memory_of(stage) - stage.peak_memory_bytes)
     lines = [
         f"yes: {plan.model.name} fits {plan.cluster.spec} at global batch {plan.global_batch}",
         f"  the fastest plan ({plan.strategy.describe()}, micro-batch {plan.strategy.micro_batch_size}) needs "
-        f"{size(plan.predicted.peak_memory_bytes)} of {size(plan.cluster.memory_bytes)}: "
+        f"{size(tightest.peak_memory_bytes)} of {size(plan.cluster.memory_of(tightest))}: "
         f"{size(found.headroom_bytes)} to spare",
     ]
     if found.most_headroom_bytes > found.headroom_bytes:

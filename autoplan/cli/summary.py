@@ -36,7 +36,7 @@ def _facts(plan: Plan) -> Table:
 
 def _fact_lines(plan: Plan) -> dict[str, list[str]]:
     strategy, predicted, proof = plan.strategy, plan.predicted, plan.certificate
-    nodes = f"{plan.cluster.nodes} x " if plan.cluster.nodes > 1 else ""
+    fullest = max(plan.stages, key=lambda stage: stage.peak_memory_bytes)
     used = "" if plan.gpus_used == plan.gpus else f"; the plan uses {plan.gpus_used} of {plan.gpus} GPUs"
     terms = {name: value for name, value in predicted.time_terms.items() if value > NEGLIGIBLE * predicted.step_time_s}
     return {
@@ -44,9 +44,7 @@ def _fact_lines(plan: Plan) -> dict[str, list[str]]:
             f"{plan.model.name}: {count(plan.model.parameters)} parameters, {plan.precision}, "
             f"{plan.model.tokens_per_sample} tokens a sample"
         ],
-        "Cluster": [
-            f"{nodes}{plan.cluster.gpus_per_node} {plan.cluster.device}, {size(plan.cluster.memory_bytes)} each{used}"
-        ],
+        "Cluster": [f"{plan.cluster.describe()}, {_memory(plan)} each{used}"],
         "Plan": [
             strategy.describe(),
             _batch(plan),
@@ -58,13 +56,19 @@ def _fact_lines(plan: Plan) -> dict[str, list[str]]:
             ", ".join(f"{name.replace('_', ' ')} {seconds(value)}" for name, value in terms.items()),
         ],
         "Memory": [
-            f"{size(predicted.peak_memory_bytes)} at the peak, on the fullest GPU of {size(plan.cluster.memory_bytes)}"
+            f"{size(predicted.peak_memory_bytes)} at the peak, on the fullest GPU of "
+            f"{size(plan.cluster.memory_of(fullest))}"
         ],
         "Proof": [
             f"{proof.status}, gap {percent(proof.gap)}: {proof.considered} plans considered, "
             f"{proof.pruned_by_memory} did not fit, {proof.solved} solved"
         ],
     }
+
+
+def _memory(plan: Plan) -> str:
+    sizes = [group.memory_bytes for group in plan.cluster.groups] or [plan.cluster.memory_bytes]
+    return " and ".join(dict.fromkeys(size(value) for value in sizes))
 
 
 def _batch(plan: Plan) -> str:
@@ -98,7 +102,7 @@ def _stages(plan: Plan) -> Table:
         rank = index % plan.strategy.pipeline * width
         stages.add_row(
             str(index),
-            span(rank, rank + width - 1),
+            "\n".join(text for text in (span(rank, rank + width - 1), stage.device) if text),
             span(stage.first_layer, stage.last_layer),
             count(stage.parameters),
             seconds(stage.forward_s),

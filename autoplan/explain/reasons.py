@@ -16,11 +16,10 @@ _PROOFS = {
 def decision(plan: Plan) -> list[str]:
     """The decision in a paragraph that anyone can follow."""
     strategy, predicted, cluster = plan.strategy, plan.predicted, plan.cluster
-    machines = f"{cluster.nodes} nodes x " if cluster.nodes > 1 else ""
+    machines = cluster.describe(" nodes x ")
     lines = [heading(f"{plan.model.name} on {cluster.spec}")]
     lines += paragraph(
-        f"The plan is {strategy.describe()}, on {plan.gpus_used} of {plan.gpus} GPUs "
-        f"({machines}{cluster.gpus_per_node} {cluster.device}). {plan.case}"
+        f"The plan is {strategy.describe()}, on {plan.gpus_used} of {plan.gpus} GPUs ({machines}). {plan.case}"
     )
     lines += paragraph(
         f"The model has {count(plan.model.parameters)} parameters and trains in {plan.precision} with "

@@ -47,19 +47,21 @@ class _Row:
 
 def stages(plan: Plan) -> list[str]:
     """One row a stage: layers by name, parameters, time of a micro-batch, memory as a bar."""
-    capacity = plan.cluster.memory_bytes
+    sizes = dict.fromkeys(size(plan.cluster.memory_of(stage)) for stage in plan.stages)
     legend = ", ".join(f"{letter} {name}" for letter, name, _ in _GROUPS)
     lines = [heading("Stages")]
-    lines += paragraph(f"Memory of {size(capacity)}: {legend}, x everything else.")
+    lines += paragraph(f"Memory of {' or '.join(sizes)}: {legend}, x everything else.")
     lines.append(f"{'stage':>7} {'layers':<26} {'params':>7} {'one mb':>8}  memory")
     for row in _rows(plan):
-        stage = row.stage
+        stage, capacity = row.stage, plan.cluster.memory_of(row.stage)
         label = str(row.first) if row.first == row.last else f"{row.first}-{row.last}"
         lines.append(
             f"{label:>7} {shorten(_layers(plan, row), 26):<26} {count(stage.parameters):>7} "
             f"{seconds(stage.forward_s + stage.backward_s):>8}  {_memory_bar(stage, capacity)} "
             f"{percent(stage.peak_memory_bytes / capacity):>6}"
         )
+        if stage.device:
+            lines.append(f"{'':>7} on {stage.device}")
         if set(stage.recompute) - {"none"}:
             lines.append(f"{'':>7} recompute: {_recompute(stage)}")
     if plan.strategy.pipeline > 1:
@@ -85,7 +87,7 @@ def _rows(plan: Plan) -> list[_Row]:
 
 
 def _alike(one: Stage, other: Stage) -> bool:
-    same = one.parameters == other.parameters and one.recompute == other.recompute
+    same = (one.parameters, one.recompute, one.device) == (other.parameters, other.recompute, other.device)
     return same and abs(one.forward_s - other.forward_s) <= 1e-6 * one.forward_s
 
 
@@ -127,7 +129,7 @@ def _memory_bar(stage: Stage, capacity: float) -> str:
 def memory(plan: Plan) -> list[str]:
     """Memory by term of the fullest stage."""
     index = max(range(len(plan.stages)), key=lambda s: plan.stages[s].peak_memory_bytes)
-    stage, capacity = plan.stages[index], plan.cluster.memory_bytes
+    stage, capacity = plan.stages[index], plan.cluster.memory_of(plan.stages[index])
     where = f"stage {index}" if len(plan.stages) > 1 else "each GPU"
     lines = [heading(f"Memory of {where}: {size(stage.peak_memory_bytes)} of {size(capacity)}")]
     for name, value in sorted(stage.memory_terms.items(), key=lambda term: -term[1]):

@@ -66,12 +66,14 @@ def _stage(plan: Plan, index: int, stage: Stage) -> dict[str, Any]:
     layers = [names[i] for i in dict.fromkeys((stage.first_layer, stage.last_layer))]
     return {
         "index": index,
-        "gpus": f"{first}" if width == 1 else f"{first}-{first + width - 1}",
+        "gpus": (f"{first}" if width == 1 else f"{first}-{first + width - 1}")
+        + (f" ({stage.device})" if stage.device else ""),
         "layers": " to ".join(map(_short, layers)),
         "layers_in_full": " to ".join(layers),
         "number": stage.last_layer - stage.first_layer + 1,
         "recompute": ", ".join(f"{number} {name}" for name, number in stage.recompute.items() if name != "none"),
         "bar": drawing.memory_bar(stage, plan.cluster.memory_of(stage)),
+        "capacity": plan.cluster.memory_of(stage),
         "of": stage,
     }
 

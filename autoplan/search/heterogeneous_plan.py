@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable
+from dataclasses import dataclass
 
 from autoplan.cluster import Cluster
-from autoplan.plan import Alternative, Axis, Certificate, ClusterSummary, GroupSummary, Plan, Predicted, Stage
+from autoplan.plan import Alternative, Axis, Certificate, ClusterSummary, GroupSummary, Plan, Predicted, Stage, Strategy
 from autoplan.search.axes import axes
-from autoplan.search.engine import Engine, Found
-from autoplan.search.evaluate import Evaluation, plan_stages, predicted
+from autoplan.search.engine import TOLERANCE, Engine, Found
+from autoplan.search.evaluate import Evaluation, evaluate_decision, plan_stages, predicted
 from autoplan.search.families import gib
 from autoplan.search.heterogeneous import Alone, Searched, search_groups, usable_groups
 from autoplan.search.heterogeneous_engine import MixedDecision, MixedEngine, MixedFound, evaluate_layout
 from autoplan.search.problem import Problem
-from autoplan.search.shortfall import nearest
+from autoplan.search.shortfall import Shortfall, nearest
 from autoplan.search.solver import SolverName
 from autoplan.search.summaries import assumptions, model_summary
+from autoplan.search.timing import brief_step_s
 
 Planned = Callable[[Engine, Found], Plan]
 ACROSS = "pipeline across kinds"
@@ -33,15 +36,16 @@ def plan_of_groups(
         plan, ranks = _across(searched, chosen)
     else:
         plan, ranks = _alone(searched, chosen, planned)
+    rows = ways(searched, chosen)
     plan = dataclasses.replace(
         plan,
         gpus=searched.problem.cluster.gpus,
         cluster=_summary(searched.problem.cluster, ranks),
-        alternatives=(*_others(searched, chosen, plan), *plan.alternatives),
+        alternatives=(*(_alternative(way, plan) for way in rows if not way.chosen), *plan.alternatives),
         certificate=_certificate(searched, plan),
     )
     return dataclasses.replace(
-        plan, case=_case(searched, chosen, plan), assumptions=(*_notes(searched, plan), *plan.assumptions)
+        plan, case=_case(searched, chosen, plan, rows), assumptions=(*_notes(searched, plan), *plan.assumptions)
     )
 
 
@@ -191,36 +195,86 @@ def _certificate(searched: Searched, plan: Plan) -> Certificate:
 # ------------------------------------------------------------------------------------------------------- the reasons
 
 
-def _others(searched: Searched, chosen: Alone | MixedFound, plan: Plan) -> tuple[Alternative, ...]:
-    """The ways to use the cluster that lost, each with its reason."""
-    rows = [_one_kind(searched, each, plan) for each in searched.alone if each is not chosen]
-    if not isinstance(chosen, MixedFound):
-        rows.append(_pipeline(searched, plan))
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Way:
+    """One way to use the cluster: its fastest plan in figures (the chosen plan, for the way that was ``chosen``), or by
+    how much the nearest does not fit."""
+
+    name: str
+    chosen: bool
+    strategy: Strategy
+    figures: Predicted | None
+    short: Shortfall | None
+    groups: frozenset[int]
+
+
+def ways(searched: Searched, chosen: Alone | MixedFound) -> tuple[Way, ...]:
+    """Each kind alone, all alike, and the pipeline across kinds, those that there are."""
+    rows = [_one_kind(each, each is chosen) for each in searched.alone]
+    rows.append(_pipeline(searched, chosen))
     return tuple(row for row in rows if row is not None)
 
 
-def _one_kind(searched: Searched, way: Alone, plan: Plan) -> Alternative | None:
-    if way.found is not None:
-        decision = way.found.fastest
-        why = _pace(decision.simulated_s, plan) + (
-            ": every GPU is taken at the pace of the weakest" if len(way.groups) > 1 else ": the other GPUs idle"
-        )
+def compare_groups(problem: Problem) -> tuple[Way, ...]:
+    """The best plan of every way to use the problem's cluster, the chosen one marked; raises as
+    :func:`plan_of_groups`."""
+    searched = search_groups(problem, solver=None, deadline=math.inf, tolerance=TOLERANCE)
+    return ways(searched, searched.chosen(TOLERANCE))
+
+
+def _one_kind(way: Alone, chosen: bool) -> Way | None:
+    groups = frozenset(way.groups)
+    if way.found is None:
+        short = nearest(way.engine)
+        if short is None:
+            return None
+        return Way(name=way.name, chosen=False, strategy=short.strategy, figures=None, short=short, groups=groups)
+    decision = way.found.chosen if chosen else way.found.fastest
+    space = way.engine.space.ordered(decision.order)
+    figures = predicted(space, evaluate_decision(space, decision.strategy, decision.cuts, step_s=brief_step_s))
+    return Way(name=way.name, chosen=chosen, strategy=decision.strategy, figures=figures, short=None, groups=groups)
+
+
+def _pipeline(searched: Searched, chosen: Alone | MixedFound) -> Way | None:
+    found = searched.across
+    if isinstance(chosen, MixedFound):
+        decision = chosen.chosen
+    elif found is not None:
+        decision = found.fastest
+    else:
+        glanced = MixedEngine(space=searched.space, solver=None).glance()
+        if glanced is None:
+            return None
+        decision = glanced
+    evaluation = evaluate_layout(searched.space, decision.strategy, decision.seats, decision.cuts, step_s=brief_step_s)
+    return Way(
+        name=ACROSS,
+        chosen=isinstance(chosen, MixedFound),
+        strategy=decision.strategy,
+        figures=_predicted(searched, evaluation, decision),
+        short=None,
+        groups=frozenset(searched.space.groups[seat.group] for seat in decision.seats),
+    )
+
+
+def _alternative(way: Way, plan: Plan) -> Alternative:
+    if way.figures is not None:
         return Alternative(
             family=way.name,
-            strategy=decision.strategy,
-            step_time_s=decision.simulated_s,
-            peak_memory_bytes=0.0,
+            strategy=way.strategy,
+            step_time_s=way.figures.step_time_s,
+            peak_memory_bytes=way.figures.peak_memory_bytes,
             short_by_bytes=0.0,
-            why_not=why,
+            why_not=f"{_pace(way.figures.step_time_s, plan)}: {_handicap(way)}",
         )
-    short = nearest(way.engine)
+    short = way.short
     if short is None:
-        return None
+        raise ValueError(f"{way.name} has neither a plan nor a shortfall")
     where = f" on stage {short.stage}" if short.strategy.pipeline > 1 else ""
     term = short.largest_term
     return Alternative(
         family=way.name,
-        strategy=short.strategy,
+        strategy=way.strategy,
         step_time_s=None,
         peak_memory_bytes=short.peak_bytes,
         short_by_bytes=max(0.0, short.short_bytes),
@@ -229,25 +283,10 @@ def _one_kind(searched: Searched, way: Alone, plan: Plan) -> Alternative | None:
     )
 
 
-def _pipeline(searched: Searched, plan: Plan) -> Alternative | None:
-    decision = _best_pipeline(searched)
-    if decision is None:
-        return None
-    uneven = ": stages wait for each other and for the links between kinds"
-    return Alternative(
-        family=ACROSS,
-        strategy=decision.strategy,
-        step_time_s=decision.simulated_s,
-        peak_memory_bytes=0.0,
-        short_by_bytes=0.0,
-        why_not=_pace(decision.simulated_s, plan) + uneven,
-    )
-
-
-def _best_pipeline(searched: Searched) -> MixedDecision | None:
-    if searched.across is not None:
-        return searched.across.fastest
-    return MixedEngine(space=searched.space, solver=None).glance()
+def _handicap(way: Way) -> str:
+    if way.name == ACROSS:
+        return "stages wait for each other and for the links between kinds"
+    return "the other GPUs idle" if len(way.groups) == 1 else "every GPU is taken at the pace of the weakest"
 
 
 def _pace(step_s: float, plan: Plan) -> str:
@@ -259,24 +298,26 @@ def _pace(step_s: float, plan: Plan) -> str:
     return f"{(ratio - 1) * 100:.1f}% slower" if ratio < 2 else f"{ratio:.1f} times as long"
 
 
-def _case(searched: Searched, chosen: Alone | MixedFound, plan: Plan) -> str:
+def _case(searched: Searched, chosen: Alone | MixedFound, plan: Plan, rows: tuple[Way, ...]) -> str:
     idle = [group for group in plan.cluster.groups if not group.gpus_used]
     if isinstance(chosen, MixedFound):
         forced = ", ".join(f"{key} {value}" for key, value in plan.forced.items())
         said = (f"Forced: {forced}. " if forced else "") + f"Layers are split over kinds by their pace: {_shares(plan)}"
-        best = min((w for w in searched.alone if w.found), key=lambda w: w.found.fastest.simulated_s, default=None)  # type: ignore[union-attr]
-        if best is None or best.found is None:
-            said += "; no kind alone holds the model"
-        else:
-            said += f"; {best.name} would be {_pace(best.found.fastest.simulated_s, plan)}"
+        others = [way for way in rows if not way.chosen and way.figures is not None]
+        best = min(others, key=_step_s, default=None)
+        said += f"; {best.name} would be {_pace(_step_s(best), plan)}" if best else "; no kind alone holds the model"
     elif len(chosen.groups) > 1:
         said = f"All kinds work alike, at the pace of the weakest. {plan.case.removesuffix('.')}"
     else:
         said = f"Only {plan.cluster.groups[chosen.groups[0]].name}. {plan.case.removesuffix('.')}"
     if idle:
         named = " and ".join(f"the {group.gpus} {group.name}" for group in idle)
-        said += f". Idle: {named}, {_why_idle(searched, chosen, plan)}"
+        said += f". Idle: {named}, {_why_idle(searched, plan, rows)}"
     return said + "."
+
+
+def _step_s(way: Way) -> float:
+    return way.figures.step_time_s if way.figures is not None else math.inf
 
 
 def _shares(plan: Plan) -> str:
@@ -289,20 +330,17 @@ def _shares(plan: Plan) -> str:
     return ", ".join(parts)
 
 
-def _why_idle(searched: Searched, chosen: Alone | MixedFound, plan: Plan) -> str:
-    used = {index for index, group in enumerate(plan.cluster.groups) if group.gpus_used}
-    lacking = set(range(len(plan.cluster.groups))) - set(usable_groups(searched.problem))
-    if not set(range(len(plan.cluster.groups))) - used - lacking:
+def _why_idle(searched: Searched, plan: Plan, rows: tuple[Way, ...]) -> str:
+    groups = plan.cluster.groups
+    idle = {index for index, group in enumerate(groups) if not group.gpus_used}
+    if not idle & set(usable_groups(searched.problem)):
         return f"which have no {searched.problem.precision} units"
     if plan.forced:
         return "as forced"
-    steps = [w.found.fastest.simulated_s for w in searched.alone if w.found is not None and set(w.groups) - used]
-    pipeline = None if isinstance(chosen, MixedFound) else _best_pipeline(searched)
-    if pipeline is not None and {searched.space.groups[seat.group] for seat in pipeline.seats} - used:
-        steps.append(pipeline.simulated_s)
-    if not steps:
-        return "because no plan that uses them fits" if not isinstance(chosen, MixedFound) else "which would not help"
-    return f"because with them the best plan is {_pace(min(steps), plan)}"
+    best_s = min((_step_s(way) for way in rows if not way.chosen and way.groups & idle), default=math.inf)
+    if math.isinf(best_s):
+        return "because no plan that uses them fits"
+    return f"because with them the best plan is {_pace(best_s, plan)}"
 
 
 def _notes(searched: Searched, plan: Plan) -> list[str]:

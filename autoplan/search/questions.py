@@ -12,6 +12,7 @@ from autoplan.plan import Plan, Strategy
 from autoplan.search.engine import Engine
 from autoplan.search.evaluate import Evaluation, predicted
 from autoplan.search.families import FamilyBest, best_of_families, family_of
+from autoplan.search.heterogeneous_plan import Way, compare_groups
 from autoplan.search.infeasible import fits, infeasible, like, smallest_count
 from autoplan.search.planner import search
 from autoplan.search.problem import Problem
@@ -62,6 +63,9 @@ def fit(problem: Problem) -> Fit:
     """Whether ``problem`` fits its cluster, with how much to spare. Raises :class:`InfeasibleError` where it does not,
     with what is missing and the nearest changes that fit."""
     plan = search(problem)
+    if problem.cluster.groups:  # each stage against the GPUs that it stands on
+        free = min(plan.cluster.memory_of(stage) - stage.peak_memory_bytes for stage in plan.stages)
+        return Fit(plan=plan, headroom_bytes=free, roomiest=plan.strategy, most_headroom_bytes=free)
     roomy = nearest(Engine(space=open_space(problem), solver=None))
     capacity = problem.cluster.device.memory_bytes
     free = capacity - plan.predicted.peak_memory_bytes
@@ -76,6 +80,14 @@ def min_gpus(problem: Problem, *, batch_of: Callable[[int], int] | None = None) 
     Counts are tried by doubling and then between the last two, whole nodes at a time past one node. ``batch_of`` gives
     the global batch for a count (the problem's own unless given). Raises :class:`InfeasibleError` where no count fits.
     """
+    if problem.cluster.groups:
+        kinds = tuple(dict.fromkeys(group.device.name for group in problem.cluster.groups))
+        raise StrategyError(
+            "the fewest GPUs are counted of one kind, and this cluster has several",
+            where=problem.cluster.spec,
+            legal=", ".join(kinds),
+            attempt=f"--gpu {kinds[0]}",
+        )
     alone = like(problem.cluster, 1, problem.cluster.device.name)
     if alone is None:
         raise StrategyError(f"one {problem.cluster.device.name} is no cluster", where=problem.cluster.spec)
@@ -90,7 +102,10 @@ def min_gpus(problem: Problem, *, batch_of: Callable[[int], int] | None = None) 
 
 
 def compare(problem: Problem) -> tuple[Contender, ...]:
-    """The best plan of every family of parallelism, the chosen plan's family marked; raises :class:`StrategyError`."""
+    """The best plan of every family of parallelism, the chosen plan's family marked; on several kinds of GPUs the best
+    plan of every way to use them. Raises :class:`StrategyError`."""
+    if problem.cluster.groups:
+        return tuple(_way(way) for way in compare_groups(problem))
     engine = Engine(space=open_space(problem), solver=None)
     families = best_of_families(engine)
     if not families:
@@ -100,6 +115,22 @@ def compare(problem: Problem) -> tuple[Contender, ...]:
     except InfeasibleError:
         return tuple(_contender(engine, family, chosen=None) for family in families)
     return tuple(_contender(engine, family, chosen=plan) for family in families)
+
+
+def _way(way: Way) -> Contender:
+    """One way to use a cluster of several kinds."""
+    figures, short = way.figures, way.short
+    return Contender(
+        family=way.name,
+        strategy=way.strategy,
+        chosen=way.chosen,
+        step_time_s=figures.step_time_s if figures else None,
+        tokens_per_s=figures.tokens_per_s if figures else None,
+        peak_memory_bytes=figures.peak_memory_bytes if figures else short.peak_bytes if short else 0.0,
+        bubble_fraction=figures.bubble_fraction if figures else None,
+        exposed_communication_s=figures.exposed_communication_s if figures else None,
+        short_by_bytes=max(0.0, short.short_bytes) if short else 0.0,
+    )
 
 
 def _contender(engine: Engine, family: FamilyBest, chosen: Plan | None) -> Contender:
