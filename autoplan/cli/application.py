@@ -19,6 +19,7 @@ from autoplan.cli import (
     compare,
     diff,
     doctor,
+    emit,
     explain,
     fit,
     min_gpus,
@@ -124,6 +125,7 @@ application.command("simulate")(simulate.simulate)
 application.command("report")(report.report)
 application.command("diff")(diff.diff)
 application.command("verify")(verify.verify)
+application.command("emit")(emit.emit)
 application.command(
     "run", context_settings={"allow_extra_args": True, "ignore_unknown_options": True, "allow_interspersed_args": True}
 )(run.run)

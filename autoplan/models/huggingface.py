@@ -60,8 +60,13 @@ def parse_config(text: str, *, where: str) -> Any:
 
 def build_on_meta(config: Any, *, dtype: torch.dtype, where: str) -> nn.Module:
     """The config's model in train mode, parameters on meta in ``dtype``; raises :class:`ModelError`."""
+    return build(config, dtype=dtype, where=where, within=torch.device("meta"))
+
+
+def build(config: Any, *, dtype: torch.dtype, where: str, within: contextlib.AbstractContextManager[Any]) -> nn.Module:
+    """The config's model in train mode, built within a context; raises :class:`ModelError`."""
     model_class = _model_class(config, where)
-    with _silent(), torch.device("meta"):
+    with _silent(), within:
         try:
             return model_class._from_config(config, dtype=dtype).train()
         except Exception as error:  # a wrong size may surface anywhere in the user's config

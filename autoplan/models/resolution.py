@@ -67,6 +67,12 @@ def from_module(
     return ResolvedModel(model=model, example_inputs=inputs, name=name, assumptions=assumptions, loss_fn=loss_fn)
 
 
+def config_of(model: str) -> tuple[Any, str]:
+    """The config that a preset's name or a config.json means, and where it stands; raises :class:`ModelError`."""
+    text, where, _ = _config_text(model)
+    return huggingface.parse_config(text, where=where), where
+
+
 def _config_text(model: str) -> tuple[str, str, str]:
     """(text, where it stands, name) of a preset or a config file; a preset's name wins over a folder's."""
     path = Path(model)

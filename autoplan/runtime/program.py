@@ -45,7 +45,7 @@ class Program:
         device: str | torch.device | None = None,
     ) -> None:
         check_executable(capture, plan)
-        self._capture, self._plan = capture, plan
+        self._capture, self._plan, self._layers = capture, plan, layers
         self._device = str(device) if device is not None else ("cuda" if torch.cuda.is_available() else "cpu")
         self._builder = Builder(capture, plan, layers, cluster, sharding)
         self._builder.graphs(0)  # what the passes refuse, they refuse now and not at the first step
@@ -150,6 +150,16 @@ class Program:
         """The most micro-batches whose activations this rank held at once in the latest step."""
         interpreter = self._rank_part().interpreter
         return interpreter.peak_in_flight if interpreter is not None else 0
+
+    def emit(self, directory: str | os.PathLike[str]) -> Path:
+        """Write this program to ``directory`` as Python that needs only torch, for ``torchrun train.py``; returns it.
+
+        Needs no process group. Raises StrategyError for what emitted programs cannot do, AutoplanError where the
+        directory holds something already.
+        """
+        from autoplan.export import emit  # a room behind this one, which the program only lends its name
+
+        return emit(self._capture, self._plan, self._layers, self._builder, directory)
 
     # ---------------------------------------------------------------------------------------------------------- binding
 

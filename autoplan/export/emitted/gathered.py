@@ -1,0 +1,107 @@
+"""Sharded parameters (ZeRO-3): between uses rank d of the data axis holds the d-th slice of every parameter alone.
+
+A block's parameters are gathered when it starts, forward and, where the block is recomputed, backward; their gradients
+are reduce-scattered as soon as they are made. Without recompute the gathered parameters live until the backward.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from parallel import Mesh, Parameters
+
+
+class Slices(dict[str, Tensor]):
+    """This rank's slices (and the stage's buffers) by name, with what makes them whole."""
+
+    mesh: Mesh
+    shapes: dict[Tensor, torch.Size]  # of the whole parameters
+
+
+class Gradients:
+    """``optimised`` are this rank's slices; :func:`gathers` makes them whole for a block."""
+
+    def __init__(self, mesh: Mesh, parameters: Mapping[str, nn.Parameter]) -> None:
+        self._slices = Slices()
+        self._slices.mesh, self._slices.shapes = mesh, {}
+        self.optimised: dict[str, nn.Parameter] = {}
+        for name, parameter in parameters.items():
+            mine = _rows(parameter, mesh)[mesh.data_rank].clone()
+            self.optimised[name] = nn.Parameter(mine, requires_grad=parameter.requires_grad)
+            self._slices[name] = self.optimised[name]
+            self._slices.shapes[self.optimised[name]] = parameter.shape
+
+    def begin_step(self) -> None:
+        """Nothing is kept between steps but the slices."""
+
+    def before_backward(self, last: bool) -> None:
+        """Every backward scatters what it makes."""
+
+    def finish_step(self) -> None:
+        """The slices have their gradients already."""
+
+    def read(self) -> Slices:
+        """What the stage reads, by name."""
+        return self._slices
+
+    @torch.no_grad()
+    def whole(self) -> dict[str, Tensor]:
+        """The parameters, whole over the data axis."""
+        return _whole(self._slices, list(self.optimised))
+
+
+class _Gather(torch.autograd.Function):
+    """Slices of one dtype to whole parameters; their gradients back to sums of slices."""
+
+    @staticmethod
+    def forward(ctx: Any, mesh: Mesh, shapes: list[torch.Size], *slices: Tensor) -> tuple[Tensor, ...]:
+        ctx.mesh = mesh
+        mine = torch.cat([each.detach() for each in slices])
+        everyone = mine.new_empty(mesh.degrees[1], mine.numel())
+        dist.all_gather_into_tensor(everyone.view(-1), mine, group=mesh.data)
+        columns = everyone.split([each.numel() for each in slices], dim=1)
+        return tuple(c.reshape(-1)[: s.numel()].view(s).clone() for c, s in zip(columns, shapes, strict=True))
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        rows = [_rows(gradient, ctx.mesh) for gradient in gradients]
+        matrix = torch.cat(rows, dim=1)
+        mine = matrix.new_empty(matrix.shape[1])
+        dist.reduce_scatter_tensor(mine, matrix.view(-1), group=ctx.mesh.data)
+        return None, None, *mine.split([row.shape[1] for row in rows])
+
+
+def _whole(root: Slices, names: list[str]) -> dict[str, Tensor]:
+    answer: dict[str, Tensor] = {}
+    for dtype in dict.fromkeys(root[name].dtype for name in names):
+        alike = [name for name in names if root[name].dtype == dtype]
+        slices = [root[name] for name in alike]
+        whole = _Gather.apply(root.mesh, [root.shapes[each] for each in slices], *slices)
+        answer |= zip(alike, whole, strict=True)
+    return answer
+
+
+def gathers(*names: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Around a block: the parameters that it reads, by their names in it (or "/" and the full name), made whole."""
+
+    def around(function: Callable[..., Any]) -> Callable[..., Any]:
+        def run(p: Parameters, *arguments: Any) -> Any:
+            assert isinstance(p.root, Slices)
+            full = [name[1:] if name.startswith("/") else p.prefix + name for name in names]
+            return function(Parameters({**p.root, **_whole(p.root, full)}, p.prefix), *arguments)
+
+        return run
+
+    return around
+
+
+def _rows(tensor: Tensor, mesh: Mesh) -> Tensor:
+    """Flattened and padded; row d belongs to rank d."""
+    flat = tensor.detach().reshape(-1)
+    return F.pad(flat, (0, -flat.numel() % mesh.degrees[1])).view(mesh.degrees[1], -1)

@@ -1,0 +1,118 @@
+"""The training step: this rank's stage, parameters and schedule."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import model
+import parallel
+from gradients import Gradients
+from parallel import DEVICE, Mesh, Parameters, Pipeline, Spec
+
+
+class Program:
+    """``step(batch)`` leaves gradients of the whole batch on ``parameters()``; an optimizer of yours updates them.
+
+    ``weights``: a directory of files with whole tensors under the model's own names (written by :meth:`save` under any
+    split, or ``torch.save(model.state_dict(), "weights/all.pt")``); None starts from random numbers.
+    """
+
+    def __init__(self, weights: str | Path | None = None, seed: int = 0) -> None:
+        edges = [(value.source, reader) for value in model.VALUES for reader in value.readers]
+        self.mesh = mesh = Mesh(model.PIPELINE, model.DATA, model.TENSOR, edges)
+        self.stage = model.STAGES[mesh.stage]
+        self.specs = list(model.specs(mesh.stage))
+        tensors = parallel.load(mesh, self.specs, weights) if weights else _random(self.specs, mesh, seed)
+        held = {s.name: nn.Parameter(tensors[s.name], requires_grad=s.trainable) for s in self.specs if s.is_parameter}
+        self.gradients = Gradients(mesh, held)
+        self.buffers = {spec.name: tensors[spec.name] for spec in self.specs if not spec.is_parameter}
+        self.root = self.gradients.read()
+        self.root.update(self.buffers)
+        self.root.update({alias: self.root[name] for alias, name in model.ALIASES.items() if name in self.root})
+        self.steps, self.seed = 0, seed
+        receives = [value for value in model.VALUES if mesh.stage in value.readers]
+        sends = [value for value in model.VALUES if value.source == mesh.stage]
+        self.pipeline = Pipeline(mesh, self._forward, receives, sends, model.VALUES)
+
+    def parameters(self) -> list[nn.Parameter]:
+        """What an optimizer updates: this rank's parts."""
+        return list(self.gradients.optimised.values())
+
+    def named_parameters(self) -> dict[str, nn.Parameter]:
+        """The same under the model's own names."""
+        return dict(self.gradients.optimised)
+
+    def step(self, batch: Mapping[str, Tensor]) -> float:
+        """Forward and backward of a whole global batch of GLOBAL_BATCH samples; every rank passes all of it and takes
+        its rows. Returns the loss on every rank."""
+        samples = model.MICRO_BATCH_SIZE
+        first = self.mesh.data_rank * model.MICRO_BATCHES * samples
+        rows = [range(first + m * samples, first + (m + 1) * samples) for m in range(model.MICRO_BATCHES)]
+        batches = [{name: _rows(batch[name], name, span) for name in model.INPUTS} for span in rows]
+        totals = parallel.weight_totals(self.mesh, model.loss_weights, batches)
+        for each in batches:
+            each |= {f"loss_total_{k}": total.to(model.LOSS_TOTALS[k]) for k, total in enumerate(totals)}
+        self.gradients.begin_step()
+        actions = stage_actions(self.mesh.stage)
+        loss = self.pipeline.run(actions, [(samples, each) for each in batches], self.gradients.before_backward)
+        self.gradients.finish_step()
+        parallel.sum_tied(self.mesh, self.gradients.optimised, model.TIED)
+        parallel.sum_over_tensor(self.mesh, self.gradients.optimised, self.specs)
+        self.steps += 1
+        # The last stage has the contributions of its data rank, alike on its tensor ranks.
+        if self.mesh.tensor_rank or self.mesh.stage < model.PIPELINE - 1:
+            loss.zero_()
+        dist.all_reduce(loss)
+        return float(loss)
+
+    def _forward(self, micro_batch: int, batch: Mapping[str, Tensor], *received: Tensor) -> tuple[Tensor, ...]:
+        if model.RANDOM:  # one stream a step, micro-batch, stage and data rank; tensor ranks draw alike
+            place = (self.steps * model.MICRO_BATCHES + micro_batch) * model.DATA + self.mesh.data_rank
+            torch.manual_seed(self.seed + place * model.PIPELINE + self.mesh.stage)
+        with model.on_axis(self.mesh):
+            return self.stage.run(Parameters(self.root), batch, *self.stage.layers, *received)
+
+    def save(self, directory: str | Path) -> None:
+        """Whole tensors under the model's own names, one file a stage; readable under any split."""
+        parallel.save(self.mesh, self.specs, {**self.gradients.whole(), **self.buffers}, directory)
+
+
+def stage_actions(stage: int) -> list[tuple[int, str, int]]:
+    """(stage, "F" or "B", micro-batch) in order: warm-up forwards, then alternating; GPipe warms up with all."""
+    total = model.MICRO_BATCHES
+    warm_up = total if model.SCHEDULE == "gpipe" else min(total, model.PIPELINE - stage)
+    actions = [(stage, "F", m) for m in range(warm_up)]
+    for backward in range(total):
+        actions.append((stage, "B", backward))
+        if warm_up + backward < total:
+            actions.append((stage, "F", warm_up + backward))
+    return actions
+
+
+def _rows(tensor: Tensor, name: str, span: range) -> Tensor:
+    return (tensor[span.start : span.stop] if model.INPUTS[name].batched else tensor).to(DEVICE)
+
+
+def _random(specs: list[Spec], mesh: Mesh, seed: int) -> dict[str, Tensor]:
+    """The same numbers whatever the split: ones for scales, zeros for biases, normal(0, 0.02) for the rest; buffers
+    have their own values in buffers.pt."""
+    file = Path(__file__).with_name("buffers.pt")
+    buffers = torch.load(file, weights_only=True) if file.exists() else {}
+    answer = {}
+    for spec in specs:
+        if not spec.is_parameter:
+            answer[spec.name] = buffers[spec.name].to(DEVICE)
+            continue
+        generator = torch.Generator().manual_seed(seed + sum(spec.name.encode()) * 7919 + len(spec.name))
+        whole = torch.empty(spec.shape, dtype=torch.float32)
+        if len(spec.shape) > 1:
+            whole.normal_(0.0, 0.02, generator=generator)
+        else:
+            whole.fill_(0.0 if spec.name.endswith("bias") else 1.0)
+        answer[spec.name] = parallel.take(whole.to(spec.dtype), spec.split, mesh.tensor_rank, model.TENSOR).to(DEVICE)
+    return answer

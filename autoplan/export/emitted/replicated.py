@@ -1,0 +1,90 @@
+"""Data parallelism: every rank of the data axis holds all of its stage's parameters and sums their gradients.
+
+Contributions to the loss add up over micro-batches and ranks, so gradients are summed, not averaged. They travel in
+buckets, last parameters first, while the backward of the last micro-batch goes on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from parallel import Mesh
+
+BUCKET_BYTES = 25 * 2**20
+
+
+def buckets(parameters: Mapping[str, nn.Parameter]) -> list[list[str]]:
+    """Names of trainable parameters that travel together: last first, one dtype, about BUCKET_BYTES."""
+    answer: list[list[str]] = []
+    room, dtype = 0, None
+    for name, parameter in reversed(list(parameters.items())):
+        if not parameter.requires_grad:
+            continue
+        size = parameter.numel() * parameter.element_size()
+        if not answer or size > room or parameter.dtype != dtype:
+            answer.append([])
+            room, dtype = BUCKET_BYTES, parameter.dtype
+        answer[-1].append(name)
+        room -= size
+    return answer
+
+
+class Gradients:
+    """``working`` is what the stage reads, ``optimised`` what the optimizer updates: here they are the same."""
+
+    def __init__(self, mesh: Mesh, parameters: Mapping[str, nn.Parameter]) -> None:
+        self.mesh = mesh
+        self.working = dict(parameters)
+        self.optimised = self.working
+        self._buckets = buckets(self.working) if mesh.data is not None else []
+        self._sums: list[tuple[Any, Tensor, list[str]]] = []
+        self._last, self._ready = False, set[str]()
+        for name in (name for bucket in self._buckets for name in bucket):
+            self.working[name].register_post_accumulate_grad_hook(lambda _, name=name: self._arrived(name))
+
+    def begin_step(self) -> None:
+        self._last, self._sums = False, []
+        self._ready.clear()
+
+    def before_backward(self, last: bool) -> None:
+        self._last = last
+
+    def _arrived(self, name: str) -> None:
+        if self._last:
+            self._ready.add(name)
+            while len(self._sums) < len(self._buckets) and self._ready.issuperset(self._buckets[len(self._sums)]):
+                self._start()
+
+    def _start(self) -> None:
+        """Send the next bucket; what got no gradient counts as zero."""
+        names = self._buckets[len(self._sums)]
+        flat = torch.cat([_gradient(self.working[name]).reshape(-1) for name in names])
+        self._sums.append((dist.all_reduce(flat, group=self.mesh.data, async_op=True), flat, names))
+
+    def finish_step(self) -> None:
+        """Afterwards every parameter has the gradient of the whole batch."""
+        while len(self._sums) < len(self._buckets):
+            self._start()
+        for work, flat, names in self._sums:
+            work.wait()
+            pieces = flat.split([self.working[name].numel() for name in names])
+            for name, piece in zip(names, pieces, strict=True):
+                self.working[name].grad = piece.view_as(self.working[name])
+        self._sums = []
+
+    def read(self) -> dict[str, Tensor]:
+        """What the stage reads, by name."""
+        return dict[str, Tensor](self.working)
+
+    def whole(self) -> dict[str, Tensor]:
+        """The parameters, whole over the data axis."""
+        return {name: parameter.detach() for name, parameter in self.working.items()}
+
+
+def _gradient(parameter: nn.Parameter) -> Tensor:
+    return torch.zeros_like(parameter) if parameter.grad is None else parameter.grad

@@ -1,0 +1,118 @@
+"""Sharded optimizer state (ZeRO-1, and ZeRO-2 where EVERY_BACKWARD): rank d of the data axis optimises the d-th slice
+of every parameter, flattened and padded; gradients are reduce-scattered, and a step begins by gathering the slices.
+
+Optimizers that work element by element (SGD, Adam, AdamW) compute the same numbers on slices as on whole parameters.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from parallel import Mesh
+
+BUCKET_BYTES = 25 * 2**20
+EVERY_BACKWARD = False
+
+
+class Gradients:
+    """``working`` is what the stage reads, ``optimised`` this rank's slices, for the optimizer."""
+
+    def __init__(self, mesh: Mesh, parameters: Mapping[str, nn.Parameter]) -> None:
+        self.mesh = mesh
+        self.working = dict(parameters)
+        self._ranks, self._rank = mesh.degrees[1], mesh.data_rank
+        self.optimised = {
+            n: nn.Parameter(self._rows(p)[self._rank].clone()) for n, p in parameters.items() if p.requires_grad
+        }
+        self._buckets = self._filled()
+        self._sums: dict[int, Tensor] = {}
+        self._sent: list[tuple[Any, Tensor, int]] = []
+        self._sync, self._started, self._ready = False, len(self._buckets), set[str]()
+        for name in self.optimised:
+            self.working[name].register_post_accumulate_grad_hook(lambda _, name=name: self._arrived(name))
+
+    def _filled(self) -> list[list[str]]:
+        answer: list[list[str]] = []
+        room, dtype = 0, None
+        for name, parameter in reversed(list(self.optimised.items())):
+            size = self.working[name].numel() * parameter.element_size()
+            if not answer or size > room or parameter.dtype != dtype:
+                answer.append([])
+                room, dtype = BUCKET_BYTES, parameter.dtype
+            answer[-1].append(name)
+            room -= size
+        return answer
+
+    def _rows(self, tensor: Tensor) -> Tensor:
+        """Flattened and padded; row d belongs to rank d."""
+        flat = tensor.detach().reshape(-1)
+        return F.pad(flat, (0, -flat.numel() % self._ranks)).view(self._ranks, -1)
+
+    @torch.no_grad()
+    def begin_step(self) -> None:
+        """Working parameters from all ranks' slices."""
+        for names in self._buckets:
+            mine = torch.cat([self.optimised[name].detach() for name in names])
+            everyone = mine.new_empty(self._ranks, mine.numel())
+            dist.all_gather_into_tensor(everyone.view(-1), mine, group=self.mesh.data)
+            columns = everyone.split([self.optimised[name].numel() for name in names], dim=1)
+            for name, column in zip(names, columns, strict=True):
+                whole = self.working[name]
+                whole.copy_(column.reshape(-1)[: whole.numel()].view_as(whole))
+        self._sums, self._started = {}, len(self._buckets)
+
+    def before_backward(self, last: bool) -> None:
+        self._flush()
+        self._sync = last or EVERY_BACKWARD
+        self._started = 0 if self._sync else len(self._buckets)
+        self._ready.clear()
+
+    def _arrived(self, name: str) -> None:
+        if self._sync:
+            self._ready.add(name)
+            while self._started < len(self._buckets) and self._ready.issuperset(self._buckets[self._started]):
+                self._start()
+
+    def _start(self) -> None:
+        rows = []
+        for name in self._buckets[self._started]:
+            gradient = self.working[name].grad
+            rows.append(self._rows(torch.zeros_like(self.working[name]) if gradient is None else gradient))
+            self.working[name].grad = None
+        matrix = torch.cat(rows, dim=1)
+        mine = matrix.new_empty(matrix.shape[1])
+        work = dist.reduce_scatter_tensor(mine, matrix.view(-1), group=self.mesh.data, async_op=True)
+        self._sent.append((work, mine, self._started))
+        self._started += 1
+
+    def _flush(self) -> None:
+        while self._sync and self._started < len(self._buckets):
+            self._start()
+        for work, mine, index in self._sent:
+            work.wait()
+            self._sums[index] = self._sums[index].add_(mine) if index in self._sums else mine
+        self._sent = []
+
+    def finish_step(self) -> None:
+        """Afterwards every slice has its gradient of the whole batch."""
+        self._flush()
+        for index, total in self._sums.items():
+            names = self._buckets[index]
+            pieces = total.split([self.optimised[name].numel() for name in names])
+            for name, piece in zip(names, pieces, strict=True):
+                self.optimised[name].grad = piece
+
+    def read(self) -> dict[str, Tensor]:
+        """What the stage reads, by name."""
+        return dict[str, Tensor](self.working)
+
+    def whole(self) -> dict[str, Tensor]:
+        """The parameters, whole over the data axis."""
+        self.begin_step()
+        return {name: parameter.detach() for name, parameter in self.working.items()}

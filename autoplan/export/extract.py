@@ -1,0 +1,76 @@
+"""The part of a module that some of its names need, as source: definitions, constants and imports, in their order."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import sys
+from collections.abc import Collection
+from types import ModuleType
+
+
+def extract(module: ModuleType, wanted: Collection[str], *, docstring: str) -> str:
+    """Source that defines ``wanted`` names of ``module`` and all that they use of it, and imports the rest."""
+    source = inspect.getsource(module)
+    tree = ast.parse(source)
+    definitions = {name: node for node in tree.body for name in _defines(node)}
+    imports = {name: node for node in tree.body for name in _imports(node)}
+    needed: set[str] = set()
+    waiting = [*wanted]
+    while waiting:
+        name = waiting.pop()
+        if name in needed or name not in definitions:
+            needed |= {name} & imports.keys()
+            continue
+        needed.add(name)
+        waiting.extend(each.id for each in ast.walk(definitions[name]) if isinstance(each, ast.Name))
+    kept = [node for node in tree.body if needed & set(_defines(node))]
+    lines = source.splitlines()
+    parts = [f'"""{docstring}"""', "from __future__ import annotations", _import_block(imports, needed)]
+    for node in dict.fromkeys(kept):
+        parts.append("\n".join(lines[_start(node) - 1 : node.end_lineno]))
+    return _spaced(parts)
+
+
+def _defines(node: ast.stmt) -> list[str]:
+    if isinstance(node, ast.FunctionDef | ast.ClassDef):
+        return [node.name]
+    if isinstance(node, ast.Assign):
+        return [target.id for target in node.targets if isinstance(target, ast.Name)]
+    if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
+        return [node.target.id]
+    return []
+
+
+def _imports(node: ast.stmt) -> list[str]:
+    if isinstance(node, ast.Import | ast.ImportFrom) and getattr(node, "module", "") != "__future__":
+        return [(alias.asname or alias.name).split(".")[0] for alias in node.names]
+    return []
+
+
+def _import_block(imports: dict[str, ast.stmt], needed: set[str]) -> str:
+    """The imports that are used, each with no more than the names that are."""
+    blocks: dict[bool, list[str]] = {True: [], False: []}  # of Python itself, and of others
+    for node in dict.fromkeys(imports[name] for name in imports if name in needed):
+        assert isinstance(node, ast.Import | ast.ImportFrom)
+        names = [alias for alias in node.names if (alias.asname or alias.name).split(".")[0] in needed]
+        module = node.module or "" if isinstance(node, ast.ImportFrom) else names[0].name
+        text = ast.unparse(type(node)(**{**{f: getattr(node, f) for f in node._fields}, "names": names}))
+        blocks[module.split(".")[0] in sys.stdlib_module_names].append(text)
+    return "\n\n".join("\n".join(lines) for lines in blocks.values() if lines)
+
+
+def _start(node: ast.stmt) -> int:
+    decorators = getattr(node, "decorator_list", [])
+    return min([node.lineno, *(each.lineno for each in decorators)])
+
+
+def _spaced(parts: list[str]) -> str:
+    """Two empty lines around functions and classes, one elsewhere."""
+    text = ""
+    for index, part in enumerate(parts):
+        large = part.lstrip("@").startswith(("def ", "class ")) or part.startswith("@")
+        before = parts[index - 1] if index else ""
+        after_large = before.startswith(("def ", "class ", "@"))
+        text += ("" if not index else "\n\n\n" if large or after_large else "\n\n") + part
+    return text.strip() + "\n"

@@ -1,0 +1,386 @@
+"""emit: a plan's program as a folder of Python that needs torch and nothing else.
+
+=================  ==================================================================================
+``model.py``       the plan's degrees, one function a distinct block, the stages, tables of parameters
+``collectives.py`` what blocks call where the tensor axis splits them
+``parallel.py``    mesh, pipeline, checkpoints
+``gradients.py``   the data axis
+``program.py``     a training step
+``train.py``       ``torchrun train.py``
+``buffers.pt``     the model's buffers and constants
+``weights/``       the model's weights, where it has any
+=================  ==================================================================================
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from functools import cached_property
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+from torch.fx import Node
+
+from autoplan.capture import Capture, InputSpec
+from autoplan.errors import AutoplanError, StrategyError
+from autoplan.export.blocks import Function, Functions, Group, bracketed, groups
+from autoplan.export.collectives import collectives_source
+from autoplan.export.stages import StageText, stage_text
+from autoplan.export.tables import Entry, specs_source
+from autoplan.export.texts import NEVER_SPLIT, StageFunction, batch_function_text, distinct_stages, function_text
+from autoplan.layers import LayerGraph
+from autoplan.passes import operators
+from autoplan.passes.graph_facts import GraphFacts
+from autoplan.passes.split_stages import StageGraph, Value
+from autoplan.plan import Plan
+from autoplan.runtime.build import Builder, RankGraphs, is_gathered, layer_policies
+from autoplan.sharding.placements import Copied, Shard
+
+_SOURCES = Path(__file__).with_name("emitted")
+_GRADIENTS = {0: "replicated.py", 1: "sharded.py", 2: "sharded.py", 3: "gathered.py"}
+_AS_THEY_STAND = ("parallel.py", "program.py", "train.py")
+_FROM_PARALLEL = (
+    *("DEVICE", "Input", "Mesh", "Parameters", "Spec", "Split", "Stage", "TensorAxis", "Value"),
+    "recomputed",
+)
+_SCHEDULES = ("gpipe", "1f1b")
+
+
+def emit(capture: Capture, plan: Plan, layers: LayerGraph, builder: Builder, directory: str | os.PathLike[str]) -> Path:
+    """Write the program of ``plan`` to ``directory``, beside and renamed; returns it.
+
+    Raises StrategyError for what emitted programs cannot do, AutoplanError where ``directory`` exists already.
+    """
+    target = check_target(plan, directory)
+    written = Emission(capture, plan, layers, builder)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    beside = Path(tempfile.mkdtemp(dir=target.parent, prefix=f"{target.name}."))
+    try:
+        written.write(beside)
+        os.chmod(beside, 0o755)
+        if target.exists():
+            target.rmdir()
+        os.replace(beside, target)
+    except BaseException:
+        shutil.rmtree(beside, ignore_errors=True)
+        raise
+    return target
+
+
+def check_target(plan: Plan, directory: str | os.PathLike[str]) -> Path:
+    """``directory``, where it is free and the plan can be emitted; raises as :func:`emit`."""
+    target = Path(directory)
+    if target.exists() and (not target.is_dir() or any(target.iterdir())):
+        raise AutoplanError(
+            "there is something there already, and nothing is overwritten",
+            where=str(target),
+            legal="a path that does not exist, or an empty folder",
+            attempt=f"another name, or remove {target} first",
+        )
+    strategy = plan.strategy
+    problem = ""
+    if strategy.schedule not in _SCHEDULES and strategy.pipeline > 1:
+        problem = f"schedule {strategy.schedule}"
+    elif strategy.virtual_stages > 1:
+        problem = f"{strategy.virtual_stages} virtual stages"
+    if problem:
+        raise StrategyError(
+            f"programs with {problem} cannot be emitted yet",
+            where="strategy",
+            legal=f"schedules {' and '.join(_SCHEDULES)}, one stage a GPU",
+            attempt='plan with strategy={"schedule": "1f1b"}, or run the program with autoplan',
+        )
+    return target
+
+
+class Emission:
+    """The texts of one program."""
+
+    def __init__(self, capture: Capture, plan: Plan, layers: LayerGraph, builder: Builder) -> None:
+        self._capture, self._plan, self._layers, self._builder = capture, plan, layers, builder
+        self._functions = Functions()
+        cut = builder.cut(0)
+        self._graphs: RankGraphs = cut.graphs
+        self._origin: Mapping[str, str] = cut.origin
+        self._ownership = builder.ownership()
+
+    def write(self, directory: Path) -> None:
+        zero = self._plan.strategy.zero_stage if self._plan.strategy.data > 1 else 0
+        gradients = (_SOURCES / _GRADIENTS[zero]).read_text(encoding="utf-8")
+        if zero == 2:
+            gradients = gradients.replace("EVERY_BACKWARD = False", "EVERY_BACKWARD = True")
+        files = {
+            "model.py": self.model(),
+            "gradients.py": gradients,
+            **{
+                name: (_SOURCES / name).read_text(encoding="utf-8")
+                for name in ("parallel.py", "program.py", "train.py")
+            },
+        }
+        called = self._called()
+        if called:
+            files["collectives.py"] = collectives_source(called)
+        for name, text in files.items():
+            (directory / name).write_text(text, encoding="utf-8")
+        self._save_tensors(directory)
+
+    # ---------------------------------------------------------------------------------------------------- model.py
+
+    def model(self) -> str:
+        """The text of model.py."""
+        policies = dict(enumerate(layer_policies(self._plan)))
+        texts = [self._stage(stage, policies) for stage in self._graphs.stages]
+        stages = distinct_stages(texts)
+        weights = self._loss_weights()
+        parts = [
+            *(function_text(function, self._gathers(function)) for function in self._functions.by_key.values()),
+            *weights,
+            *(stage.source for stage in stages.values()),
+            self._tables(),
+            self._stage_table(texts, stages),
+        ]
+        text = "\n\n\n".join(parts)
+        return f"{self._header(text)}\n\n\n{text}\n"
+
+    def _stage(self, stage: StageGraph, policies: Mapping[int, str]) -> StageText:
+        planned = self._plan.stages[stage.index]
+        held = range(planned.first_layer, planned.last_layer + 1)
+        calls = []
+        for group in groups(stage.graph_module, self._layer_of, held, self._label):
+            if group.layer is not None and policies[group.layer] == "selective":
+                group = self._with_core(group)
+            calls.append(self._functions.call(group, stage.graph_module))
+        return stage_text(stage, calls, policies, [value.name for value in self._values])
+
+    @cached_property
+    def _values(self) -> tuple[Value, ...]:
+        return tuple(value for stage in self._graphs.stages for value in stage.sends)
+
+    @cached_property
+    def _layer_of(self) -> dict[str, int]:
+        layer_of = {name: index for index, layer in enumerate(self._layers.layers) for name in layer.nodes}
+        return layer_of | {new: layer_of[old] for new, old in self._origin.items() if old in layer_of}
+
+    @cached_property
+    def _classes(self) -> dict[str, str]:
+        """The class of every module that the trace went through, by its path."""
+        found: dict[str, str] = {}
+        for node in self._capture.graph_module.graph.nodes:
+            for path, module in (node.meta.get("nn_module_stack") or {}).values():
+                found.setdefault(path, module if isinstance(module, str) else module.__qualname__)
+        return found
+
+    def _label(self, layer: int) -> tuple[str, str]:
+        """What a layer is called: its module's class, if it is one of many, else its own name; and the prefix of its
+        parameters."""
+        entry = self._layers.layers[layer]
+        prefix = f"{entry.name}."
+        name = entry.name.rpartition(".")[2]
+        label = self._classes.get(entry.name, name).rpartition(".")[2] if name.isdigit() else name
+        return label, prefix if any(each.startswith(prefix) for each in entry.parameters) else ""
+
+    def _with_core(self, group: Group) -> Group:
+        assert group.layer is not None
+        layer = self._layers.layers[group.layer]
+        operators = self._layers.kinds[layer.kind].operators
+        names = {name for name, operator in zip(layer.nodes, operators, strict=True) if operator.core}
+        names |= {new for new, old in self._origin.items() if old in names}
+        return replace(group, core=frozenset(node for node in group.nodes if node.name in names))
+
+    def _gathers(self, function: Function) -> tuple[str, ...]:
+        """The parameters that are made whole around a function, under ZeRO-3."""
+        if not is_gathered(self._plan.strategy):
+            return ()
+        call = self._functions.first_call[function.name]
+        names = [name for name in call.reads if name in self._ownership.canonical]
+        return tuple(n[len(call.prefix) :] if call.prefix and n.startswith(call.prefix) else f"/{n}" for n in names)
+
+    def _loss_weights(self) -> list[str]:
+        module = self._graphs.weights
+        if module is None:
+            return [NEVER_SPLIT]
+        nodes = tuple(node for node in module.graph.nodes if node.op == "call_function")
+        call = self._functions.call(Group(layer=None, label="loss weights", prefix="", nodes=nodes), module)
+        self._functions.drop(call.function)
+        return [batch_function_text(call.function, [node.name for node in call.inputs])]
+
+    # ------------------------------------------------------------------------------------------------------- tables
+
+    def _header(self, text: str) -> str:
+        """Docstring, the imports that ``text`` needs, and the plan's degrees."""
+        strategy = self._plan.strategy
+        words = set(re.findall(r"\w+", text))
+
+        def used(module: str, names: Sequence[str]) -> list[str]:
+            found = [name for name in names if name in words]
+            return bracketed(f"from {module} import ", found, "") if found else []
+
+        lines = [
+            f'"""{self._plan.model.name}: {strategy.describe()}.',
+            "",
+            "Blocks are functions of `p`, their parameters by name; comments are the model's own lines.",
+            '"""',
+            "",
+            "from __future__ import annotations",
+            "",
+            *used("collections.abc", ("Iterator", "Mapping", "Sequence")),
+            *used("contextlib", ("AbstractContextManager", "nullcontext")),
+            "",
+            "import torch",
+            *(["import torch.nn.functional as F"] if "F" in words else []),
+            "from torch import Tensor",
+            "",
+            *used("collectives", sorted([*self._called(), "communicating"])),
+            *used("gradients", ("gathers",)),
+            *used("parallel", _FROM_PARALLEL),
+            "",
+            f"PIPELINE, DATA, TENSOR = {strategy.pipeline}, {strategy.data}, {strategy.tensor}",
+            f"MICRO_BATCH_SIZE, MICRO_BATCHES = {strategy.micro_batch_size}, {strategy.micro_batches}",
+            "GLOBAL_BATCH = DATA * MICRO_BATCH_SIZE * MICRO_BATCHES",
+            f'SCHEDULE = "{strategy.schedule}"',
+            f"RANDOM = {self._random()}  # whether the model draws random numbers (dropout)",
+        ]
+        return "\n".join(lines)
+
+    @cached_property
+    def _nodes(self) -> list[Node]:
+        return [node for stage in self._graphs.stages for node in stage.graph_module.graph.nodes]
+
+    def _called(self) -> list[str]:
+        """The functions of ours that the graphs call."""
+        targets = [node.target for node in self._nodes if node.op == "call_function"]
+        return sorted({t.__name__ for t in targets if getattr(t, "__module__", "") == operators.__name__})  # type: ignore[union-attr]
+
+    def _random(self) -> bool:
+        facts = [GraphFacts(stage.graph_module.graph, stage.graph_module) for stage in self._graphs.stages]
+        return any(each.is_random(node) for each in facts for node in each.order)
+
+    def _tables(self) -> str:
+        entries = [*self._parameter_entries(), *self._buffer_entries()]
+        tied = tuple(self._ownership.tied.items())
+        aliases = {name: first for name, first in self._ownership.canonical.items() if name != first}
+        totals = [node for node in self._nodes if node.op == "placeholder" and node.name.startswith("loss_total_")]
+        dtypes = {node.name: node.meta["val"].dtype for node in totals}
+        lines = [
+            "INPUTS = {  # of a batch",
+            *(f'    "{spec.placeholder}": {_input(spec, self._capture)},' for spec in self._capture.inputs),
+            "}",
+            f"LOSS_TOTALS = ({''.join(f'{dtypes[name]}, ' for name in sorted(dtypes)).rstrip()})",
+            "VALUES: tuple[Value, ...] = (  # that stages send to each other",
+            *(f"    {_value(value)}," for value in self._values),
+            ")",
+            f"ALIASES: dict[str, str] = {_mapping(aliases)}  # tied parameters by the name that they are kept under",
+            f"TIED: tuple[tuple[str, tuple[int, ...]], ...] = {_pairs(tied)}  # held by several stages",
+        ]
+        axis = "communicating(TensorAxis(mesh))" if self._called() else "nullcontext()"
+        around = [
+            "def on_axis(mesh: Mesh) -> AbstractContextManager[None]:",
+            '    """Around a stage: whom its collectives talk to."""',
+            f"    return {axis}",
+        ]
+        specs = specs_source(entries, self._plan.strategy.pipeline)
+        return "\n".join(lines).replace(
+            "VALUES = (  # that stages send to each other\n)", "VALUES: tuple[Value, ...] = ()"
+        ) + ("\n\n\n" + specs + "\n\n\n" + "\n".join(around))
+
+    def _parameter_entries(self) -> Iterator[Entry]:
+        for name, parameter in self._capture.graph_module.named_parameters():
+            placement = self._graphs.placements.get(name)
+            text = f"{tuple(parameter.shape)}, {parameter.dtype}"
+            if isinstance(placement, Shard):
+                text += f", {_split(placement)}"
+            if isinstance(placement, Copied):
+                text += ", summed=True"
+            if not parameter.requires_grad:
+                text += ", trainable=False"
+            yield Entry(name=name, text=text, stages=self._ownership.holders[name])
+
+    def _buffer_entries(self) -> Iterator[Entry]:
+        for name, value in self._buffers().items():
+            held = tuple(stage.index for stage in self._graphs.stages if name in stage.buffers)
+            yield Entry(name=name, text=f"{tuple(value.shape)}, {value.dtype}, is_parameter=False", stages=held)
+
+    def _buffers(self) -> dict[str, Tensor]:
+        names = dict.fromkeys(name for stage in self._graphs.stages for name in stage.buffers)
+        module = self._capture.graph_module
+        return {name: _attribute(module, name) for name in names}
+
+    def _stage_table(self, texts: Sequence[StageText], stages: Mapping[tuple[str, ...], StageFunction]) -> str:
+        rows = []
+        for text in texts:
+            ranges = ", ".join(f"({first}, {end})" for first, end in text.ranges)
+            layers = f", ({ranges}{',' if len(text.ranges) == 1 else ''})" if text.ranges else ""
+            rows.append(f"    Stage({stages[text.body].name}{layers}),")
+        return "\n".join(["STAGES = [", *rows, "]"])
+
+    def _save_tensors(self, directory: Path) -> None:
+        buffers = {name: value.detach().cpu().clone() for name, value in self._buffers().items()}
+        missing = [name for name, value in buffers.items() if value.is_meta]
+        if missing:
+            raise StrategyError(
+                f"buffer `{missing[0]}` is on meta and has no values to emit",
+                where="model",
+                attempt="emit from a model whose buffers are real, or give its factory or config.json",
+            )
+        if buffers:
+            torch.save(buffers, directory / "buffers.pt")
+        weights = dict(self._capture.graph_module.named_parameters())
+        if weights and not any(weight.is_meta for weight in weights.values()):
+            (directory / "weights").mkdir()
+            torch.save(
+                {name: w.detach().cpu().clone() for name, w in weights.items()} | buffers, directory / "weights/all.pt"
+            )
+
+
+def _input(spec: InputSpec, capture: Capture) -> str:
+    below = "" if spec.dtype.is_floating_point else f", below={_vocabulary(spec, capture)}"
+    return f"Input({tuple(spec.shape)}, {spec.dtype}, batched={spec.batched}{below})"
+
+
+def _vocabulary(spec: InputSpec, capture: Capture) -> int:
+    """A bound for made-up integers: the rows of the smallest table that they may index."""
+    tables = [node for node in capture.graph_module.graph.nodes if node.target is torch.ops.aten.embedding.default]
+    rows = [int(node.args[0].meta["val"].shape[0]) for node in tables if _comes_from(node.args[1], spec.placeholder)]
+    every = [int(node.args[0].meta["val"].shape[0]) for node in tables]
+    return min(rows or every[:1] or [2])
+
+
+def _comes_from(node: Node, name: str) -> bool:
+    while node.op != "placeholder" and len(node.all_input_nodes) == 1:
+        node = node.all_input_nodes[0]
+    return node.name == name
+
+
+def _value(value: Value) -> str:
+    return (
+        f'Value("{value.name}", {value.source}, {value.destinations}, {value.sizes}, {value.order}, {value.dtype}, '
+        f"{value.differentiable})"
+    )
+
+
+def _split(placement: Shard) -> str:
+    extra = f", parts={placement.parts}" if placement.parts else ""
+    extra += f", block={placement.block}" if placement.block else ""
+    return f"Split({placement.dim}{extra})"
+
+
+def _mapping(items: Mapping[str, str]) -> str:
+    return "{" + ", ".join(f'"{key}": "{value}"' for key, value in items.items()) + "}"
+
+
+def _pairs(items: Sequence[tuple[str, tuple[int, ...]]]) -> str:
+    return "(" + "".join(f'("{name}", {stages}), ' for name, stages in items).rstrip() + ")"
+
+
+def _attribute(module: nn.Module, name: str) -> Tensor:
+    value: object = module
+    for part in name.split("."):
+        value = getattr(value, part)
+    assert isinstance(value, Tensor)
+    return value

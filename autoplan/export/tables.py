@@ -1,0 +1,98 @@
+"""``specs(stage)``: every parameter and buffer of a stage, numbered names in loops so that the text does not grow."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import TypeVar
+
+from autoplan.export.blocks import WIDTH
+
+K = TypeVar("K")
+V = TypeVar("V")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Entry:
+    """``text``: the arguments of a Spec behind its name, as Python. ``stages``: those that hold it."""
+
+    name: str
+    text: str
+    stages: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class _Pattern:
+    before: str
+    after: str
+    text: str
+
+
+def specs_source(entries: Sequence[Entry], stages: int) -> str:
+    """The function ``specs`` and the tables that it reads."""
+    single, numbered = _sorted(entries)
+    tables: dict[tuple[tuple[int, ...], ...], str] = {}
+    lines = [
+        "def specs(stage: int) -> Iterator[Spec]:",
+        '    """Every parameter and buffer of a stage: its name in the model, its whole shape, how it is split."""',
+    ]
+    for held, group in _together((entry.stages, entry) for entry in single):
+        lines.append(f"    if stage in {_tuple(held)}:")
+        lines += [_spec(f'"{entry.name}"', entry.text) for entry in group]
+    by_numbers = [(_numbers_of(numbers, stages), pattern) for pattern, numbers in numbered.items()]
+    for table, patterns in _together(by_numbers):
+        name = tables.setdefault(table, f"NUMBERS_{len(tables) + 1}" if len(tables) else "NUMBERS")
+        lines.append(f"    for i in {name}[stage]:")
+        lines += [_spec(f'f"{p.before}{{i}}{p.after}"', p.text) for p in patterns]
+    if len(lines) == 2:
+        lines.append("    yield from ()")
+    return "\n\n\n".join([*(_table(name, table) for table, name in tables.items()), "\n".join(lines)])
+
+
+def _sorted(entries: Sequence[Entry]) -> tuple[list[Entry], dict[_Pattern, dict[int, tuple[int, ...]]]]:
+    numbered: dict[_Pattern, dict[int, tuple[int, ...]]] = {}
+    members: dict[_Pattern, list[Entry]] = {}
+    for entry in entries:
+        found = re.fullmatch(r"(.*?\.|)(\d+)(\..*)", entry.name)
+        if found:
+            pattern = _Pattern(found.group(1), found.group(3), entry.text)
+            numbered.setdefault(pattern, {})[int(found.group(2))] = entry.stages
+            members.setdefault(pattern, []).append(entry)
+    rare = {pattern for pattern, numbers in numbered.items() if len(numbers) == 1}
+    alone = {entry.name for pattern in rare for entry in members[pattern]}
+    looped = {entry.name for pattern in members.keys() - rare for entry in members[pattern]}
+    single = [entry for entry in entries if entry.name in alone or entry.name not in looped]
+    return single, {pattern: numbers for pattern, numbers in numbered.items() if pattern not in rare}
+
+
+def _numbers_of(numbers: dict[int, tuple[int, ...]], stages: int) -> tuple[tuple[int, ...], ...]:
+    return tuple(tuple(n for n, held in sorted(numbers.items()) if stage in held) for stage in range(stages))
+
+
+def _together(pairs: Iterable[tuple[K, V]]) -> list[tuple[K, list[V]]]:
+    found: dict[K, list[V]] = {}
+    for key, item in pairs:
+        found.setdefault(key, []).append(item)
+    return list(found.items())
+
+
+def _table(name: str, table: tuple[tuple[int, ...], ...]) -> str:
+    """Numbers of layers by stage; runs as ranges."""
+    rows = [f"    {_run(numbers)}," for numbers in table]
+    return "\n".join([f"{name}: tuple[Sequence[int], ...] = (  # by stage", *rows, ")"])
+
+
+def _run(numbers: tuple[int, ...]) -> str:
+    if len(numbers) > 1 and numbers == tuple(range(numbers[0], numbers[-1] + 1)):
+        return f"range({numbers[0]}, {numbers[-1] + 1})"
+    return _tuple(numbers)
+
+
+def _tuple(numbers: Sequence[int]) -> str:
+    return f"({numbers[0]},)" if len(numbers) == 1 else f"({', '.join(map(str, numbers))})"
+
+
+def _spec(name: str, text: str) -> str:
+    line = f"        yield Spec({name}, {text})"
+    return line if len(line) <= WIDTH + 8 else f"        yield Spec(\n            {name}, {text}\n        )"

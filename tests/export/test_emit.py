@@ -1,0 +1,227 @@
+"""An emitted program is a folder that needs torch alone and trains to the single process's numbers."""
+
+from __future__ import annotations
+
+import copy
+import importlib
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from importlib.abc import MetaPathFinder
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import autoplan
+from autoplan.capture import gather_inputs
+from autoplan.errors import AutoplanError
+from tests.support import models
+from tests.support.precision import float64_throughout
+from tests.support.processes import run_ranks
+
+LEARNING_RATE = 1e-2
+STEPS = 3
+
+MODELS: dict[str, Callable[[], tuple[nn.Module, Any]]] = {
+    "gpt2": models.tiny_gpt2,
+    "llama": models.tiny_llama,
+    "nanogpt": models.nano_gpt,
+    "t5": models.tiny_t5,
+    "cnn": models.small_cnn,
+}
+
+STRATEGIES: dict[str, dict[str, Any]] = {
+    "dp2": {"data": 2, "tensor": 1, "pipeline": 1},
+    "pp2-gpipe": {"data": 1, "tensor": 1, "pipeline": 2, "micro_batch_size": 2, "schedule": "gpipe"},
+    "pp2-recompute": {"data": 1, "tensor": 1, "pipeline": 2, "micro_batch_size": 2, "recompute": "full"},
+    "tp2-selective": {"data": 1, "tensor": 2, "pipeline": 1, "micro_batch_size": 2, "recompute": "selective"},
+    "dp2-pp2-tp2": {"data": 2, "tensor": 2, "pipeline": 2, "micro_batch_size": 2},
+    "dp2-pp2-zero1": {"data": 2, "tensor": 1, "pipeline": 2, "micro_batch_size": 1, "zero_stage": 1},
+    "dp2-tp2-zero2": {"data": 2, "tensor": 2, "pipeline": 1, "micro_batch_size": 2, "zero_stage": 2},
+    "dp2-pp2-zero3": {
+        "data": 2,
+        "tensor": 1,
+        "pipeline": 2,
+        "micro_batch_size": 1,
+        "zero_stage": 3,
+        "recompute": "full",
+    },
+}
+DEFAULT = {("llama", "dp2-pp2-tp2"), ("gpt2", "pp2-recompute"), ("gpt2", "dp2-pp2-zero1"), ("t5", "tp2-selective")}
+DEFAULT |= {("cnn", "dp2"), ("nanogpt", "dp2-pp2-zero3")}
+
+CASES = [
+    pytest.param(
+        model, strategy, id=f"{model}-{strategy}", marks=[] if (model, strategy) in DEFAULT else [pytest.mark.wide]
+    )
+    for model in MODELS
+    for strategy, degrees in STRATEGIES.items()
+    if not (model == "cnn" and degrees["tensor"] > 1)
+]
+
+
+_ABSENT = ("autoplan", "transformers")
+
+
+class _NoAutoplan(MetaPathFinder):
+    """As on a machine without autoplan and transformers."""
+
+    def find_spec(self, name: str, path: Any, target: Any = None) -> None:
+        if name.split(".")[0] in _ABSENT:
+            raise ModuleNotFoundError(f"an emitted program imports {name}")
+
+
+def run_emitted(rank: int, ranks: int, folder: Path, batch: dict[str, Tensor]) -> list[float]:
+    """Three steps of the folder's program in this forked rank; the weights go to ``folder/trained``."""
+    known = {name: sys.modules.pop(name) for name in [*sys.modules] if name.split(".")[0] in _ABSENT}
+    sys.meta_path.insert(0, _NoAutoplan())
+    sys.path.insert(0, str(folder))
+    try:
+        return train_emitted(folder, batch)
+    finally:  # the rank reports with autoplan's own errors
+        sys.meta_path.pop(0)
+        sys.modules.update(known)
+
+
+def train_emitted(folder: Path, batch: dict[str, Tensor]) -> list[float]:
+    program = importlib.import_module("program").Program(folder / "weights")
+    optimizer = torch.optim.AdamW(program.parameters(), lr=LEARNING_RATE)
+    losses = []
+    for _ in range(STEPS):
+        losses.append(program.step(batch))
+        optimizer.step()
+        optimizer.zero_grad()
+    program.save(folder / "trained")
+    return losses
+
+
+def single_process(model: nn.Module, batch: Any) -> tuple[list[float], dict[str, Tensor]]:
+    model = copy.deepcopy(model)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE)
+    losses = []
+    for _ in range(STEPS):
+        optimizer.zero_grad()
+        output = model(**batch) if isinstance(batch, dict) else model(*batch)
+        loss = output if isinstance(output, Tensor) else output.loss
+        loss.backward()
+        losses.append(loss.item())
+        optimizer.step()
+    return losses, {name: value.detach() for name, value in model.state_dict().items()}
+
+
+def doubled(build: Callable[[], tuple[nn.Module, Any]]) -> tuple[nn.Module, Any]:
+    model, batch = build()
+    to_double = lambda t: t.double() if t.is_floating_point() else t  # noqa: E731
+    return model.double(), torch.utils._pytree.tree_map(to_double, batch)
+
+
+@pytest.fixture(autouse=True)
+def nothing_rounds_to_float32() -> Iterator[None]:
+    with float64_throughout():
+        yield
+
+
+def compiled(build: Callable[[], tuple[nn.Module, Any]], strategy: dict[str, Any]) -> tuple[Any, nn.Module, Any]:
+    model, batch = doubled(build)
+    gpus = strategy["data"] * strategy["tensor"] * strategy["pipeline"]
+    program = autoplan.compile(
+        copy.deepcopy(model), gpus=gpus, example_inputs=batch, strategy=dict(strategy), device="cpu"
+    )
+    return program, model, batch
+
+
+@pytest.mark.parametrize(("model_name", "strategy_name"), CASES)
+def test_an_emitted_program_trains_to_the_single_process_numbers(
+    model_name: str, strategy_name: str, tmp_path: Path
+) -> None:
+    program, model, batch = compiled(MODELS[model_name], STRATEGIES[strategy_name])
+    folder = program.emit(tmp_path / "emitted")
+    names = [spec.placeholder for spec in program._capture.inputs]
+    inputs = dict(zip(names, gather_inputs(program._capture, batch), strict=True))
+    expected_losses, expected = single_process(model, batch)
+
+    losses = run_ranks(run_emitted, program.plan.gpus, folder, inputs)
+
+    for of_rank in losses:
+        assert of_rank == pytest.approx(expected_losses, rel=1e-10)
+    found: dict[str, Tensor] = {}
+    for file in sorted((folder / "trained").glob("*.pt")):
+        found |= torch.load(file, weights_only=True)
+    trained = {name for name, _ in model.named_parameters()}
+    assert trained <= set(found)
+    for name in trained:
+        bound = 1e-10 * (expected[name].norm() + LEARNING_RATE * expected[name].numel() ** 0.5)
+        assert (found[name] - expected[name]).norm() <= bound, name
+
+
+# ------------------------------------------------------------------------------------------------------ the folder
+
+
+def emitted(tmp_path: Path, layers: int, strategy: dict[str, Any]) -> Path:
+    def build() -> tuple[nn.Module, Any]:
+        return models.tiny_llama(layers=layers)
+
+    program, _, _ = compiled(build, {"data": 1, "tensor": 1, "pipeline": 1, "micro_batch_size": 2, **strategy})
+    return program.emit(tmp_path / f"of-{layers}")
+
+
+def test_its_size_does_not_grow_with_equal_layers(tmp_path: Path) -> None:
+    few, many = (emitted(tmp_path, layers, {"pipeline": 2, "tensor": 2}) for layers in (4, 8))
+
+    assert [len((folder / "model.py").read_text().splitlines()) for folder in (few, many)] == [
+        len((few / "model.py").read_text().splitlines())
+    ] * 2
+
+
+def test_functions_bear_the_users_names_and_lines(tmp_path: Path) -> None:
+    text = (emitted(tmp_path, 2, {"tensor": 2}) / "model.py").read_text()
+
+    assert "def llama_decoder_layer(p: Parameters" in text
+    assert "query_states = self.q_proj(hidden_states)" in text  # the model's own line, as a comment
+    assert 'F.linear(attn_output, p["self_attn.o_proj.weight"])' in text
+    assert "reduce_from_axis(attn_output" in text
+    assert 'p.of(f"model.layers.{i}.")' in text
+
+
+@pytest.mark.parametrize(
+    "strategy",
+    [
+        {"tensor": 2, "pipeline": 2},
+        pytest.param({"data": 2, "zero_stage": 3}, marks=pytest.mark.wide),
+        pytest.param({}, marks=pytest.mark.wide),
+    ],
+    ids=str,
+)
+def test_it_is_formatted_and_linted(strategy: dict[str, Any], tmp_path: Path) -> None:
+    folder = emitted(tmp_path, 4, strategy)
+
+    for command in (["format", "--check"], ["check", "--select", "E,F,I,UP,B"]):
+        found = subprocess.run(
+            [sys.executable, "-m", "ruff", *command, "--isolated", "--line-length", "120", "."],
+            cwd=folder,
+            capture_output=True,
+            text=True,
+        )
+        assert found.returncode == 0, found.stdout
+
+
+@pytest.mark.wide
+def test_its_types_are_right(tmp_path: Path) -> None:
+    folder = emitted(tmp_path, 4, {"data": 2, "tensor": 2, "zero_stage": 1})
+
+    found = subprocess.run(
+        [sys.executable, "-m", "mypy", "--disallow-untyped-defs", "."], cwd=folder, capture_output=True, text=True
+    )
+
+    assert found.returncode == 0, found.stdout
+
+
+def test_nothing_is_overwritten(tmp_path: Path) -> None:
+    folder = emitted(tmp_path, 2, {})
+
+    with pytest.raises(AutoplanError, match="nothing is overwritten"):
+        emitted(tmp_path, 2, {})
+    assert sorted(path.name for path in tmp_path.iterdir()) == [folder.name]
