@@ -133,7 +133,7 @@ def compile(
             legal="one process a GPU",
             attempt=f"torchrun --nproc-per-node {cluster.gpus} ..., or compile(..., gpus={world})",
         )
-    traced = _Model(model, example_inputs, loss_fn, global_batch, seq, None).trace(cluster)
+    traced = _Model(model, example_inputs, loss_fn, global_batch, seq, None).trace_whole(cluster)
     if precision is not None and precision != traced.layers.dtype:
         raise StrategyError(
             f"precision {precision} was asked for and the model's parameters are {traced.layers.dtype}",
@@ -191,7 +191,18 @@ class _Model:
     precision: str | None
 
     def trace(self, cluster: Cluster) -> _Traced:
+        """To plan: blocks that are alike are traced once."""
+        from autoplan.capture import capture_folded
+
+        return self._trace(cluster, capture_folded)
+
+    def trace_whole(self, cluster: Cluster) -> _Traced:
+        """To compile: every block is traced."""
         from autoplan.capture import capture
+
+        return self._trace(cluster, capture)
+
+    def _trace(self, cluster: Cluster, capture: Callable[..., Capture]) -> _Traced:
         from autoplan.layers import build_layers
         from autoplan.models import trace_dtype
 
@@ -281,7 +292,7 @@ def _problem(traced: _Traced, cluster: Cluster, wish: _Wish) -> Problem:
 def _check_precision(precision: str, cluster: Cluster) -> None:
     """Eight and four bit products need units that the device has: nothing emulates them at a useful rate."""
     needed = {"fp8": "fp8", "mxfp8": "fp8", "nvfp4": "fp4"}.get(precision)
-    if needed is None or needed in cluster.device.peak_flops:
+    if needed is None or any(needed in part.device.peak_flops for part in cluster.one_kind):
         return
     raise StrategyError(
         f"precision {precision} was asked for and the {cluster.device.name} has no {needed} units",

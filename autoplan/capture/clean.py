@@ -21,10 +21,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.fx import Graph, GraphModule, Node
+from torch.fx._lazy_graph_module import _LazyGraphModule
 from torch.fx.graph import CodeGen
 
 from autoplan.capture.blocks import inline_blocks
+from autoplan.capture.folding import Folding
 from autoplan.capture.trace import LOSS_PREFIX, MODEL_PREFIX
+from autoplan.capture.unfold import unfold
 from autoplan.errors import CaptureError
 
 aten = torch.ops.aten
@@ -37,6 +40,7 @@ _CHECKS = frozenset(
         aten.sym_constrain_range_for_size.default,
     }
 )
+_COUNT = re.compile(r"(_\d+)+$")
 _KEPT_META = ("val", "nn_module_stack", "stack_trace", "torch_fn", "unbacked_bindings")
 
 
@@ -68,16 +72,22 @@ def clean(
     tensors: Mapping[str, Tensor],
     placeholder_names: Sequence[str],
     names: Names,
+    folding: Folding | None = None,
 ) -> GraphModule:
-    """The plain graph over ``tensors`` (by the user's names)."""
+    """The plain graph over ``tensors`` (by the user's names). ``folding``: what the trace left folded, if anything."""
     inline_blocks(traced)
     graph = traced.graph
     _drop_checks(graph)
     loss = _return_loss(graph)
+    if folding is not None:
+        unfold(traced, folding, MODEL_PREFIX)
+    graph.owning_module = None  # from here on it reads the user's tensors, not what was traced
     graph.eliminate_dead_code()
-    attributes = _rename_attributes(traced, names)
+    attributes = _rename_attributes(traced, names, tensors)
+    _order_attributes(graph, tensors)
     _name_placeholders(graph, placeholder_names)
     root_class = f"{type(model).__module__}.{type(model).__qualname__}"
+    _name_operators(graph)
     for node in graph.nodes:
         node.meta = _plain_meta(node.meta, names, root_class)
     graph.set_codegen(CodeGen())
@@ -146,17 +156,28 @@ def _return_loss(graph: Graph) -> Node:
     return loss
 
 
-def _rename_attributes(traced: GraphModule, names: Names) -> dict[str, Any]:
+def _rename_attributes(traced: GraphModule, names: Names, tensors: Mapping[str, Tensor]) -> dict[str, Any]:
     """Give get_attr nodes the user's names; the attributes by those names."""
     attributes = {}
     for node in traced.graph.nodes:
         if node.op == "get_attr":
-            value = _attribute(traced, node.target)
-            node.target = names.user(node.target)
+            name = names.user(node.target)
+            value = tensors[name] if name in tensors else _attribute(traced, node.target)
+            node.target = name
             attributes[node.target] = value
             if isinstance(value, Tensor):
                 node._rename(re.sub(r"\W", "_", node.target))
     return attributes
+
+
+def _order_attributes(graph: Graph, tensors: Mapping[str, Tensor]) -> None:
+    """The user's tensors first, in the user's order; then the trace's constants."""
+    place = {name: index for index, name in enumerate(tensors)}
+    nodes = [node for node in graph.nodes if node.op == "get_attr"]
+    for node in sorted(nodes, key=lambda node: place.get(node.target, len(place)), reverse=True):
+        first = next(iter(graph.nodes))
+        if node is not first:
+            first.prepend(node)
 
 
 def _name_placeholders(graph: Graph, placeholder_names: Sequence[str]) -> None:
@@ -170,6 +191,18 @@ def _name_placeholders(graph: Graph, placeholder_names: Sequence[str]) -> None:
             first.prepend(node)
         node._rename(name)
         node.target = node.name
+
+
+def _name_operators(graph: Graph) -> None:
+    """``linear``, ``linear_1``, ... in graph order: names that follow from the graph, not from how it was traced."""
+    space = torch.fx.graph._Namespace()
+    for node in graph.nodes:
+        if node.op != "call_function":
+            space.create_name(node.name, None)
+    for node in graph.nodes:
+        if node.op == "call_function":
+            node.name = space.create_name(_COUNT.sub("", node.name) or node.name, None)
+    graph._graph_namespace = space
 
 
 def _plain_meta(meta: dict[str, Any], names: Names, root_class: str) -> dict[str, Any]:
@@ -193,7 +226,7 @@ def _assemble(
     root = nn.Module()
     for target, value in (*tensors.items(), *constants.items()):
         _assign(root, target, value)
-    plain = GraphModule(root, graph, class_name=type(model).__name__)
+    plain = _LazyGraphModule(root, graph, class_name=type(model).__name__)
     for table in (plain._parameters, plain._buffers, plain._modules):
         table.clear()
     for target, tensor in tensors.items():

@@ -25,6 +25,7 @@ from torch.fx import GraphModule
 from autoplan.capture import batch as batches
 from autoplan.capture import huggingface
 from autoplan.capture.errors import trace_failure
+from autoplan.capture.folding import Folding
 from autoplan.capture.guard import ForeignTensors, untouched, watched
 from autoplan.capture.output import pick_loss
 from autoplan.capture.shapes import MAX_BATCH
@@ -55,11 +56,13 @@ class CallAndLoss(nn.Module):
         self.paths = list(batches.tensors(batch))
         self.training = model.training
         self.watch: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
+        self.before_forward: Callable[[], None] = lambda: None
         self.after_forward: Callable[[], None] = lambda: None
 
     def forward(self, *tensors: Tensor) -> Tensor:
         batch = batches.replace_leaves(self.example[0], dict(zip(self.paths, tensors, strict=True)))
         call = batches.bind(self.model, batch, self.loss_fn)
+        self.before_forward()
         with self.watch:
             output = self.model(*call.args, **call.kwargs)
             if self.loss_fn is not None:
@@ -74,8 +77,9 @@ def trace(
     found: Mapping[batches.Path, Tensor],
     loss_fn: Callable[..., Any] | None,
     dtype: torch.dtype | None,
+    folding: Folding | None = None,
 ) -> Traced:
-    """Trace ``model`` on ``batch`` (whose tensors are ``found``) to its loss."""
+    """Trace ``model`` on ``batch`` (whose tensors are ``found``) to its loss, inside ``folding`` if one is given."""
     notes: list[str] = []
     wrapper = CallAndLoss(model, loss_fn, batch)
     size = batches.batch_size(found)
@@ -83,6 +87,7 @@ def trace(
     shadow = needs_shadow(wrapper, dtype)
     inputs = _place(found.values(), model, shadow, dtype)
     with (
+        contextlib.nullcontext() if folding is None else folding.hollowed(),
         untouched(wrapper) as changes,
         huggingface.prepared(model, arguments, notes),
         watched(notes) as refusals,
@@ -93,6 +98,8 @@ def trace(
         _uncollected(),
     ):
         wrapper.watch = ForeignTensors(refusals)
+        if folding is not None:
+            wrapper.before_forward = folding.start
         wrapper.after_forward = lambda: notes.extend(_side_effects(changes()))
         try:
             graph_module, dynamic = _export(wrapper, inputs, size, notes)
