@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING
 
 from autoplan import schedules
 from autoplan.cluster import Device
+from autoplan.cost_models.precision import dtype_bytes
 from autoplan.cost_models.recipes import Recipe, recipe
 from autoplan.plan import Strategy
 
@@ -101,11 +102,29 @@ def count_elements(kinds: Sequence[LayerKind]) -> Elements:
 
 
 def layer_saved_bytes(kind: LayerKind, *, policy: str, samples: float) -> float:
-    """What one micro-batch of ``samples`` leaves behind in a layer for its backward, under a recompute policy."""
+    """Bytes that one micro-batch of ``samples`` leaves behind in a layer for its backward, under a recompute policy.
+
+    What the runtime really frees: of a fused core its row sums alone, because the projection keeps the core's output;
+    and a normalisation over the batch updates its statistics once, so it stays out of what runs again, which is cut in
+    two there: its input and its output are kept.
+    """
     if policy == "full":
-        return kind.input_bytes * samples
-    kept = (op for op in kind.operators if not (policy == "selective" and op.core))
-    return sum(_scaled(op, op.saved_bytes, samples) for op in kept)
+        around = (op for op in kind.operators if "batch_norm" in op.target)
+        return kind.input_bytes * samples + sum(_scaled(op, op.read_bytes + op.written_bytes, samples) for op in around)
+    kept = 0.0
+    for op in kind.operators:
+        saved = op.saved_bytes
+        if policy == "selective" and op.core:
+            saved = min(saved, _output_bytes(op))
+        kept += _scaled(op, saved, samples)
+    return kept
+
+
+def _output_bytes(op: Operator) -> float:
+    """Of one sample's fused attention; 0 for a core by hand, whose last product is copied before it is projected."""
+    if op.attention is None:
+        return 0.0
+    return op.attention.heads * op.attention.query_length * op.attention.value_dim * dtype_bytes(op.dtype)
 
 
 def stage_memory(

@@ -105,7 +105,7 @@ def test_full_recompute_keeps_the_bytes_that_the_cost_model_predicts(build: Buil
 @pytest.mark.parametrize("build", TRANSFORMERS)
 def test_selective_recompute_runs_the_attention_core_again_and_nothing_else(build: Builder) -> None:
     captured, _, batch = traced(build)
-    selective, _ = planned(build, "selective")
+    selective, predicted = planned(build, "selective")
     assert [len(names) for names in regions(selective)] == [1] * models.LAYERS
     assert all(names[0].startswith("scaled_dot_product_attention") for names in regions(selective))
     none, _ = planned(build, "none")
@@ -114,6 +114,7 @@ def test_selective_recompute_runs_the_attention_core_again_and_nothing_else(buil
     # Fused attention keeps its output, which the projection after it keeps as well, and one float32 a row and head.
     rows = models.SAMPLES * models.HEADS * models.SEQUENCE
     assert expected[2] - found[2] == models.LAYERS * rows * 4
+    assert found[2] == pytest.approx(predicted, rel=0.01)  # the model promises no more than that
 
 
 class Attention(nn.Module):
@@ -184,6 +185,47 @@ def test_batch_statistics_are_updated_once() -> None:
     for name, value in captured.graph_module.named_buffers():
         assert torch.equal(value, once[name]), name
     assert once["norm.num_batches_tracked"] == 1
+
+
+class Residual(nn.Module):
+    """Two convolutions, each with statistics over the batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = (nn.Conv2d(8, 8, 3, padding=1, bias=False) for _ in range(2))
+        self.norm_a, self.norm_b = nn.BatchNorm2d(8), nn.BatchNorm2d(8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        inner = torch.relu(self.norm_a(self.a(x)))
+        return torch.relu(x + self.norm_b(self.b(inner)))
+
+
+class ResidualNetwork(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([Residual() for _ in range(4)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x.square().mean()
+
+
+def residual_network() -> tuple[nn.Module, dict[str, Tensor]]:
+    torch.manual_seed(0)
+    return ResidualNetwork().train(), {"x": torch.randn(models.SAMPLES, 8, 16, 16)}
+
+
+def test_full_recompute_around_batch_statistics_is_not_promised_to_free_anything() -> None:
+    """Batch norms stay out and cut the group: each keeps its input, and its output as the next piece's input."""
+    captured, _, batch = traced(residual_network)
+    none, predicted_none = planned(residual_network, "none")
+    full, predicted = planned(residual_network, "full")
+    expected, found = train(none, captured, batch), train(full, captured, batch)
+    images = batch["x"].untyped_storage().nbytes()  # the model's input is nobody's activation
+    assert expected[2] - images == pytest.approx(predicted_none, rel=0.01)
+    assert found[2] - images == pytest.approx(predicted, rel=0.01)
+    assert predicted > predicted_none
 
 
 class Writes(nn.Module):
