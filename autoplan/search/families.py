@@ -61,6 +61,11 @@ def _best(engine: Engine, name: str, axes: tuple[str, ...], sharded: bool | None
         chosen &= (getattr(candidates, axis) > 1) == (axis in axes)
     if sharded is not None:
         chosen &= (candidates.zero_stage > 0) == sharded
+    return best_where(engine, name, chosen)
+
+
+def best_where(engine: Engine, name: str, chosen: np.ndarray) -> FamilyBest | None:
+    """The best of the candidates that are ``chosen``, as a family called ``name``; None where there is none."""
     if not chosen.any():
         return None
     decision = _fastest(engine, chosen)

@@ -120,6 +120,7 @@ def _suggestions(problem: Problem, short: Shortfall) -> Iterator[str]:
         if found is not None:
             yield f"with more than `max_gpus` {problem.max_gpus} it fits ({found})"
     yield from _changed(problem, short)
+    yield from _smaller_batch(problem)
     yield from _widened(problem)
     found = smallest_count(problem)
     if found is not None:
@@ -155,6 +156,17 @@ def _changed(problem: Problem, short: Shortfall) -> Iterator[str]:
             if found is not None:
                 yield f"{key}={value} fits ({found})"
                 break
+
+
+def _smaller_batch(problem: Problem) -> Iterator[str]:
+    """Where the batch cannot be split, half of it, and so on: elsewhere smaller micro-batches were tried."""
+    if not problem.batch_coupling or problem.fixed_micro_batch:
+        return
+    for batch in _halves(problem.global_batch):
+        found = fits(dataclasses.replace(problem, global_batch=batch))
+        if found is not None:
+            yield f"global_batch={batch} fits ({found})"
+            return
 
 
 def _halves(size: int) -> Iterator[int]:

@@ -11,13 +11,15 @@ from autoplan.errors import InfeasibleError, StrategyError
 from autoplan.plan import Plan, Strategy
 from autoplan.search.engine import Engine
 from autoplan.search.evaluate import Evaluation, predicted
-from autoplan.search.families import FamilyBest, best_of_families, family_of
+from autoplan.search.families import FamilyBest, best_of_families, best_where, family_of
 from autoplan.search.heterogeneous_plan import Way, compare_groups
 from autoplan.search.infeasible import fits, infeasible, like, smallest_count
 from autoplan.search.planner import search
 from autoplan.search.problem import Problem
 from autoplan.search.shortfall import nearest
 from autoplan.search.space import open_space
+
+SHARDED = "data with sharded state"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -111,10 +113,23 @@ def compare(problem: Problem) -> tuple[Contender, ...]:
     if not families:
         raise infeasible(engine)
     try:
-        plan = search(problem)
+        plan: Plan | None = search(problem)
     except InfeasibleError:
-        return tuple(_contender(engine, family, chosen=None) for family in families)
-    return tuple(_contender(engine, family, chosen=plan) for family in families)
+        plan = None
+    return tuple(_with_zero_3(engine, [_contender(engine, family, chosen=plan) for family in families]))
+
+
+def _with_zero_3(engine: Engine, contenders: list[Contender]) -> list[Contender]:
+    """With fully sharded state beside the best of sharded state, where that is another stage."""
+    place = next((i for i, contender in enumerate(contenders) if contender.family == SHARDED), None)
+    if place is None or contenders[place].strategy.zero_stage == 3:
+        return contenders
+    rows = engine.space.candidates
+    chosen = (rows.pipeline == 1) & (rows.tensor == 1) & (rows.zero_stage == 3)
+    best = best_where(engine, "data with ZeRO-3", chosen)
+    if best is None:
+        return contenders
+    return [*contenders[: place + 1], _contender(engine, best, chosen=None), *contenders[place + 1 :]]
 
 
 def _way(way: Way) -> Contender:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
+from typing import Any
 
 import pytest
 
@@ -74,3 +75,45 @@ def test_what_would_fit_but_is_not_executed_yet() -> None:
     layers = [Dense(elements=10_000_000, saved=2.0 * GIB, input=float(2**20))] * 8
     error = infeasible(problem(layers, cluster(1, memory_gib=12), global_batch=1, recompute_policies=("none",)))
     assert any("with recompute" in text for text in error.suggestions)
+
+
+# State of 6.4 GB and 1.6 of the step's temporary, 1 GiB of activations a sample, on cards of 12 GiB.
+HEAVY = [Dense(elements=50_000_000, saved=128 * 2.0**20)] * 8
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "change"),
+    [
+        ("micro_batch_size", 8, "micro_batch_size=4 fits"),
+        ("recompute", "none", "recompute=full fits"),
+        ("zero_stage", 0, "zero_stage=1 fits"),
+        ("tensor", 1, "tensor=2 fits"),
+    ],
+)
+def test_the_nearest_change_of_what_was_forced(key: str, value: object, change: str) -> None:
+    """All four are forced, and any one of them changed would do; each was tried for real."""
+    forced = {"micro_batch_size": 8, "recompute": "none", "zero_stage": 0, "tensor": 1, "pipeline": 1}
+    assert forced[key] == value
+    error = infeasible(problem(HEAVY, cluster(4, memory_gib=12), forced=forced))
+    (found,) = (text for text in error.suggestions if text.startswith(change))
+    changed = {**forced, key: re.findall(r"=(\w+) ", found)[0]}
+    search(problem(HEAVY, cluster(4, memory_gib=12), forced=changed))
+
+
+def test_more_gpus_and_larger_ones() -> None:
+    """Nothing forced, so no value is left to change: more cards of the kind, or cards with more memory."""
+    layers = [Dense(elements=150_000_000)] * 16
+    error = infeasible(problem(layers, cluster(1, memory_gib=12)))
+    assert any(text.startswith("4 GPUs of this kind are the fewest that fit") for text in error.suggestions)
+    (larger,) = (text for text in error.suggestions if "each) fit" in text)
+    assert re.match(r"1 \S+ \(\d+\.\d\d GiB each\) fit", larger)
+
+
+def test_a_smaller_batch_where_it_cannot_be_split() -> None:
+    layers = [Dense(elements=10_000_000, saved=float(GIB))] * 4
+    whole: dict[str, Any] = {"batch_coupling": "batch_norm at n.py:3", "recompute_policies": ("none",)}
+    error = infeasible(problem(layers, cluster(1, memory_gib=12), global_batch=8, **whole))
+    (found,) = (text for text in error.suggestions if text.startswith("global_batch="))
+    batch = int(re.findall(r"=(\d+) fits", found)[0])
+    search(problem(layers, cluster(1, memory_gib=12), global_batch=batch, **whole))
+    infeasible(problem(layers, cluster(1, memory_gib=12), global_batch=2 * batch, **whole))

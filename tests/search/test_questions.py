@@ -71,6 +71,19 @@ def test_families_side_by_side() -> None:
     assert {"data with sharded state", "pipeline", "tensor"} <= set(families)
 
 
+def test_fully_sharded_state_has_a_row_of_its_own() -> None:
+    """The best of sharded state is a lower stage here: ZeRO-3 gathers weights for nothing."""
+    rows = compare(problem(SMALL, cluster(4)))
+    names = [contender.family for contender in rows]
+    place = names.index("data with ZeRO-3")
+    best, full = rows[place - 1], rows[place]
+    assert best.family == "data with sharded state" and best.strategy.zero_stage < 3
+    assert full.strategy.zero_stage == 3 and full.strategy.axes == ("data", "zero")
+    assert best.step_time_s is not None and full.step_time_s is not None and full.step_time_s >= best.step_time_s
+    forced = compare(problem(SMALL, cluster(4), forced={"zero_stage": 1}))
+    assert "data with ZeRO-3" not in [contender.family for contender in forced]
+
+
 def test_forced_values_that_do_not_fit_get_the_nearest_that_do() -> None:
     layers = [Dense(elements=10_000_000, saved=float(GIB))] * 4
     question = problem(layers, cluster(2, memory_gib=12), forced={"micro_batch_size": 16, "recompute": "none"})
