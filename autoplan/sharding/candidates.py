@@ -4,8 +4,10 @@ Seeds are the dimensions of the layer's weight matrices that divide by the degre
 to the rules of its maker and its readers, which answer with whole options; their other placements are handed on in
 turn. So a packed qkv learns from the output projection behind attention that it must be cut in three parts by heads.
 
-The tensor axis splits what parameters span: features, heads, vocabulary. Samples and positions are for the data and
-context axes, so a placement that the batch's own dimensions reach (followed forward from the inputs) is left out.
+The tensor axis splits what parameters span: features, heads, vocabulary; what layers hand each other, from the next
+product on. Samples and positions are for the data and context axes, so a placement that the batch's own dimensions
+reach (followed forward from the inputs) is left out.
+
 Under sequence parallelism positions are the tensor axis' too: the shares that layers hand each other are seeds as well,
 a parameter may be kept whole with a summand of its gradient on every rank (Copied), and a product whose sum over ranks
 becomes a share of the sequence adds its bias to that.
@@ -73,11 +75,41 @@ def candidates(
             found += scattered_sums(facts.operation(node), found, search.states[node])
         partial[node] = any(isinstance(option.output, Partial) for option in found)
         options[node] = tuple(dict.fromkeys(found))
+    if shares is None:
+        options = _whole_streams(facts, nodes, options)
     stored: dict[Node, tuple[Placement, ...]] = {
         node: (*_unsplit(facts, node, shares is not None), *sorted(search.states[node], key=str))
         for node in search.parameters
     }
     return Candidates(options, stored)
+
+
+def _whole_streams(
+    facts: GraphFacts, nodes: Sequence[Node], options: Mapping[Node, tuple[Option, ...]]
+) -> dict[Node, tuple[Option, ...]]:
+    """Without the options that cut what other layers hand over, whole, before it comes to a product.
+
+    Norms and residual adds of a share of the features would need a collective more each; cutting what is handed over
+    is what sequence parallelism does better.
+    """
+    stream: set[Node] = set()
+    inside = set(nodes)
+    found = dict(options)
+    for node in nodes:
+        operands = [operand.node for operand in facts.operation(node).operands]
+        if any(facts.parameter(operand) is not None and len(facts.shapes[operand][0]) > 1 for operand in operands):
+            continue
+        handed = {v for v in operands if v in stream or (v not in inside and v.op != "get_attr")}
+        streaming = [value in handed and facts.differentiable[value] for value in operands]
+        if not any(streaming):
+            continue
+        stream.add(node)
+        found[node] = tuple(
+            option
+            for option in options[node]
+            if not any(s and isinstance(state, Shard) for s, state in zip(streaming, option.inputs, strict=True))
+        )
+    return found
 
 
 def _unsplit(facts: GraphFacts, parameter: Node, sequence: bool) -> tuple[Placement, ...]:

@@ -2,23 +2,26 @@
 
 from __future__ import annotations
 
+import functools
+
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from autoplan.capture import capture
+from autoplan.capture import Capture, capture
+from autoplan.cluster import Cluster
 from autoplan.errors import StrategyError
 from autoplan.layers import build_layers
 from autoplan.layers.types import LayerGraph
 from autoplan.sharding import Copied, Shard, Sharding, shard_model
-from tests.sharding.test_solve import full_size
+from tests.sharding.test_solve import BLOCK_COMMUNICATION, full_size
 from tests.support import models
 from tests.support.sharded import cluster
 
 # Korthikanti et al. 2022, section 4.2.2: an all-gather before each pair of products and a reduce-scatter after it,
 # and in the backward the other way round.
-BLOCK_COMMUNICATION = [
+SEQUENCE_COMMUNICATION = [
     ("all_gather", "backward"),
     ("all_gather", "backward"),
     ("all_gather", "forward"),
@@ -45,10 +48,34 @@ def over_sequence(name: str, degree: int) -> tuple[Sharding, Sharding, LayerGrap
 def test_a_block_communicates_exactly_as_megatron_does(name: str, degree: int) -> None:
     found, without, _ = over_sequence(name, degree)
     block, plain = found.kinds[BLOCK].kind, without.kinds[BLOCK].kind
-    assert sorted((c.name, c.phase) for c in block.collectives) == BLOCK_COMMUNICATION
+    assert sorted((c.name, c.phase) for c in block.collectives) == SEQUENCE_COMMUNICATION
     assert {c.bytes_per_sample for c in block.collectives} == {512 * HIDDEN[name] * 2}
     assert block.flops == pytest.approx(plain.flops, rel=0.01)
     assert block.parameter_elements == plain.parameter_elements
+
+
+@pytest.mark.parametrize("sequence", [True, False])
+def test_long_sequences_and_fast_links_change_nothing(sequence: bool) -> None:
+    # Norms of 4,096 positions take as long as a gather over NVLink: they still are not split by features.
+    captured, layers = _long()
+    machines = Cluster.parse("8x8xH100")
+    block = shard_model(captured, layers, degree=8, cluster=machines, sequence=sequence).kinds[BLOCK].kind
+    megatron = SEQUENCE_COMMUNICATION if sequence else BLOCK_COMMUNICATION
+    assert sorted((c.name, c.phase) for c in block.collectives) == megatron
+    assert {c.bytes_per_sample for c in block.collectives} == {4096 * 8192 * 2}
+
+
+@functools.cache
+def _long() -> tuple[Capture, LayerGraph]:
+    """Llama-3-70B's block at 4,096 tokens."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    settings = {"hidden_size": 8192, "intermediate_size": 28672, "vocab_size": 128256, "num_hidden_layers": 2}
+    with torch.device("meta"):
+        model = LlamaForCausalLM(LlamaConfig(**settings, num_attention_heads=64, num_key_value_heads=8))
+        batch = {key: torch.zeros(2, 4096, dtype=torch.long) for key in ("input_ids", "labels")}
+    captured = capture(model.to(torch.bfloat16), batch)
+    return captured, build_layers(captured)
 
 
 @pytest.mark.parametrize("name", HIDDEN)
