@@ -171,9 +171,9 @@ def boundary_send_s(cluster: Cluster, bytes_: float, *, stage: int, distance: in
 def tensor_time(
     kind: LayerKind, cluster: Cluster, *, degree: int, micro_batch: int, software: Software = EAGER
 ) -> OperatorTime:
-    """Seconds of the kind's collectives over the tensor axis that show: the next operator waits for them, unless the
-    software hides a share (``tensor_overlap``)."""
-    group = Group(size=degree, stride=1)
+    """Seconds of the kind's collectives over the tensor axis, and over others that they name, that show: the next
+    operator waits for them, unless the software hides a share (``tensor_overlap``)."""
+    tensor = Group(size=degree, stride=1)
     price = {
         "all_reduce": all_reduce_s,
         "all_gather": all_gather_s,
@@ -183,6 +183,7 @@ def tensor_time(
     seconds = {"forward": 0.0, "backward": 0.0}
     for collective in kind.collectives:
         full = collective.bytes_per_sample * (micro_batch if collective.batched else 1)
+        group = Group(size=collective.ranks, stride=collective.stride) if collective.ranks else tensor
         seconds[collective.phase] += price[collective.name](cluster, group, full)
     shown = 1.0 - software.tensor_overlap
     return OperatorTime(forward_s=shown * seconds["forward"], backward_s=shown * seconds["backward"])

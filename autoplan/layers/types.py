@@ -103,7 +103,7 @@ class Parameter:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Collective:
-    """One collective over the tensor axis.
+    """One collective over the tensor axis, or with ``ranks`` over so many ranks that are ``stride`` apart.
 
     ``bytes_per_sample`` (or, for ``batched=False``, whole) is the full tensor: what an all-reduce reduces, what an
     all-gather ends with and what a reduce-scatter starts from.
@@ -114,6 +114,8 @@ class Collective:
     bytes_per_sample: float
     batched: bool = True
     operator: str = ""
+    ranks: int = 0
+    stride: int = 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -174,7 +176,8 @@ class Edge:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerGraph:
-    """The model as layers in topological order. ``name`` is the model's."""
+    """The model as layers in topological order. ``name`` is the model's. ``keep_order``: pairs of layers (earlier,
+    later) that touch one memory which either writes in place: they stay in that order, whatever values say."""
 
     name: str
     layers: tuple[Layer, ...]
@@ -183,6 +186,7 @@ class LayerGraph:
     tokens_per_sample: int
     dtype: str
     fingerprint: str
+    keep_order: tuple[tuple[int, int], ...] = ()
 
     @property
     def parameters(self) -> int:

@@ -10,6 +10,7 @@ from autoplan.plan import Certificate, ClusterSummary, Plan
 from autoplan.search.axes import axes
 from autoplan.search.cases import case
 from autoplan.search.constraints import asked, freed
+from autoplan.search.context import context_degree, restored, sliced
 from autoplan.search.engine import TOLERANCE, Engine, Found
 from autoplan.search.evaluate import Evaluation, evaluate_decision, plan_stages, predicted
 from autoplan.search.families import alternatives, best_of_families, family_of
@@ -38,8 +39,12 @@ def search(problem: Problem, *, time_limit_s: float | None = None, solver: Solve
 def predict(problem: Problem, *, solver: SolverName | str | None = "auto") -> Plan:
     """Time and memory of the forced keys; what they leave open takes the value that costs least, and is named in the
     plan's assumptions. Raises as :func:`search`."""
-    plan = _answer(problem, None, solver, tolerance=0.0)
-    open_keys = ("data", "tensor", "pipeline", "zero_stage", "micro_batch_size", "schedule")
+    degree = context_degree(problem)
+    plan = _answer(sliced(problem, degree) if degree > 1 else problem, None, solver, tolerance=0.0)
+    plan = restored(problem, plan, degree) if degree > 1 else plan
+    open_keys: tuple[str, ...] = ("data", "tensor", "pipeline", "zero_stage", "micro_batch_size", "schedule")
+    if plan.strategy.schedule == "interleaved":
+        open_keys = (*open_keys, "virtual_stages")
     filled = [f"{key} {getattr(plan.strategy, key)}" for key in open_keys if key not in problem.forced]
     if not filled:
         return plan
