@@ -7,33 +7,24 @@ Under a process group rank 0 plans and the others receive its answer, so that al
 from __future__ import annotations
 
 import dataclasses
-import functools
 import logging
 import os
 import time
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from autoplan.cluster import Cluster
 from autoplan.errors import ClusterError, ModelError, PlanFileError, StrategyError
 from autoplan.plan import Plan
+from autoplan.request import AskedModel, Gpus, Traced, Wish, cluster_of, problem_of
 
 if TYPE_CHECKING:
     from torch import nn
 
-    from autoplan.capture import Capture
-    from autoplan.layers import LayerGraph
-    from autoplan.layers.types import LayerKind
     from autoplan.runtime import Program
     from autoplan.search import Problem
-    from autoplan.sharding import Sharding
 
 _LOG = logging.getLogger(__name__)
-
-Gpus = int | str | Path | Cluster | None
-
-SAMPLES_A_GPU = 8  # the global batch where the user names none: 8 samples a GPU, said in the plan's assumptions
 
 
 def plan(
@@ -62,10 +53,10 @@ def plan(
     """
     return _answer(
         "search",
-        _Model(model, example_inputs, loss_fn, global_batch, seq, precision),
+        AskedModel(model, example_inputs, loss_fn, global_batch, seq, precision),
         gpus,
         device,
-        _Wish(strategy, optimizer),
+        Wish(strategy, optimizer),
     )
 
 
@@ -88,10 +79,10 @@ def predict(
     """
     return _answer(
         "predict",
-        _Model(model, example_inputs, loss_fn, global_batch, seq, precision),
+        AskedModel(model, example_inputs, loss_fn, global_batch, seq, precision),
         gpus,
         device,
-        _Wish(strategy, optimizer),
+        Wish(strategy, optimizer),
     )
 
 
@@ -126,14 +117,14 @@ def compile(
         )
     device = _checked_device(device or os.environ.get("AUTOPLAN_DEVICE") or _local_device())
     world = ensure_process_group(device)
-    cluster = _cluster(gpus if gpus is not None else (world if world > 1 else None), device)
+    cluster = cluster_of(gpus if gpus is not None else (world if world > 1 else None), device)
     if world not in (1, cluster.gpus):
         raise ClusterError(
             f"{cluster.gpus} GPUs were asked for and {world} processes are running",
             legal="one process a GPU",
             attempt=f"torchrun --nproc-per-node {cluster.gpus} ..., or compile(..., gpus={world})",
         )
-    traced = _Model(model, example_inputs, loss_fn, global_batch, seq, None).trace_whole(cluster)
+    traced = AskedModel(model, example_inputs, loss_fn, global_batch, seq, None).trace_whole(cluster)
     if precision is not None and precision != traced.layers.dtype:
         raise StrategyError(
             f"precision {precision} was asked for and the model's parameters are {traced.layers.dtype}",
@@ -141,164 +132,28 @@ def compile(
             attempt="convert the model first, e.g. model.to(torch.bfloat16)",
         )
     if plan is None:
-        wish = _Wish(strategy, optimizer)
-        plan = _on_first_rank(world, lambda: _timed(search, _problem(traced, cluster, wish), traced))
+        wish = Wish(strategy, optimizer)
+        plan = _on_first_rank(world, lambda: _timed(search, problem_of(traced, cluster, wish), traced))
     _check_made_for(plan, traced, cluster)
     if plan.gpus_used < plan.gpus:
         _LOG.warning("autoplan: %s", plan.case)
     return Program(traced.capture, plan, layers=traced.layers, cluster=cluster, device=device)
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class _Wish:
-    """What the user wants of the plan: forced keys and the optimizer."""
-
-    strategy: Mapping[str, Any] | None
-    optimizer: str
-
-    def forced(self) -> dict[str, Any]:
-        """The forced keys; raises :class:`StrategyError` for what is no mapping."""
-        if self.strategy is None or isinstance(self.strategy, Mapping):
-            return dict(self.strategy or {})
-        raise StrategyError(
-            f"strategy is a {type(self.strategy).__name__}, {self.strategy!r}",
-            where="strategy=",
-            legal='a dict of strategy keys, such as {"tensor": 2, "pipeline": 2}',
-        )
-
-
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class _Traced:
-    """A model, traced and folded into layers, and what was assumed on the way."""
-
-    capture: Capture
-    layers: LayerGraph
-    global_batch: int
-    precision: str
-    assumptions: tuple[str, ...]
-    seconds: float
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class _Model:
-    """The user's model as it was passed."""
-
-    model: nn.Module | str
-    example_inputs: Any
-    loss_fn: Callable[..., Any] | None
-    global_batch: int | None
-    seq: int | None
-    precision: str | None
-
-    def trace(self, cluster: Cluster) -> _Traced:
-        """To plan: blocks that are alike are traced once."""
-        from autoplan.capture import capture_folded
-
-        return self._trace(cluster, capture_folded)
-
-    def trace_whole(self, cluster: Cluster) -> _Traced:
-        """To compile: every block is traced."""
-        from autoplan.capture import capture
-
-        return self._trace(cluster, capture)
-
-    def _trace(self, cluster: Cluster, capture: Callable[..., Capture]) -> _Traced:
-        from autoplan.layers import build_layers
-        from autoplan.models import trace_dtype
-
-        started = time.perf_counter()
-        if self.global_batch is not None and self.global_batch < 1:
-            raise StrategyError(
-                f"global batch {self.global_batch} is not one", legal="a whole number of samples from 1"
-            )
-        resolved = self._resolve()
-        dtype = trace_dtype(self.precision) if self.precision else None
-        captured = capture(resolved.model, resolved.example_inputs, loss_fn=resolved.loss_fn, dtype=dtype)
-        layers = dataclasses.replace(build_layers(captured), name=resolved.name or captured.name)
-        global_batch, said = self._global_batch(captured, cluster)
-        return _Traced(
-            capture=captured,
-            layers=layers,
-            global_batch=global_batch,
-            precision=self.precision or layers.dtype,
-            assumptions=(*resolved.assumptions, *said, *captured.notes),
-            seconds=time.perf_counter() - started,
-        )
-
-    def _resolve(self) -> Any:
-        from autoplan.models import from_module, resolve
-
-        if isinstance(self.model, str):
-            return resolve(self.model, sequence=self.seq, precision=self.precision, batch=self.global_batch or 2)
-        return from_module(self.model, self.example_inputs, loss_fn=self.loss_fn, sequence=self.seq)
-
-    def _global_batch(self, captured: Capture, cluster: Cluster) -> tuple[int, tuple[str, ...]]:
-        if self.global_batch is not None:
-            return self.global_batch, ()
-        if self.example_inputs is not None:
-            return captured.batch_size, ()
-        chosen = SAMPLES_A_GPU * cluster.gpus
-        return chosen, (f"global batch {chosen}: {SAMPLES_A_GPU} samples a GPU, because none was given",)
-
-
-def _answer(verb: str, model: _Model, gpus: Gpus, device: str | None, wish: _Wish) -> Plan:
+def _answer(verb: str, model: AskedModel, gpus: Gpus, device: str | None, wish: Wish) -> Plan:
     import autoplan.search
 
-    cluster = _cluster(gpus, device)
+    cluster = cluster_of(gpus, device)
     traced = model.trace(cluster)
     decide = {"search": autoplan.search.search, "predict": autoplan.search.predict}[verb]
-    return _timed(decide, _problem(traced, cluster, wish), traced)
+    return _timed(decide, problem_of(traced, cluster, wish), traced)
 
 
-def _timed(decide: Callable[[Problem], Plan], problem: Problem, traced: _Traced) -> Plan:
+def _timed(decide: Callable[[Problem], Plan], problem: Problem, traced: Traced) -> Plan:
     started = time.perf_counter()
     answer = decide(problem)
     seconds = {"capture": round(traced.seconds, 3), "search": round(time.perf_counter() - started, 3)}
     return dataclasses.replace(answer, seconds=seconds)
-
-
-def _problem(traced: _Traced, cluster: Cluster, wish: _Wish) -> Problem:
-    from autoplan.search import Problem
-    from autoplan.sharding import shard_model
-
-    _check_precision(traced.precision, cluster)
-    captured = traced.capture
-
-    @functools.cache
-    def tensor_kinds(degree: int) -> tuple[LayerKind, ...]:
-        sharding = shard_model(captured, traced.layers, degree=degree, cluster=cluster)
-        return tuple(entry.kind for entry in sharding.kinds)
-
-    @functools.cache
-    def over_sequence(degree: int) -> Sharding:
-        return shard_model(captured, traced.layers, degree=degree, cluster=cluster, sequence=True)
-
-    return Problem(
-        layers=traced.layers,
-        tensor_kinds=tensor_kinds,
-        sequence_kinds=lambda degree: tuple(entry.kind for entry in over_sequence(degree).kinds),
-        sequence_edges=lambda degree: over_sequence(degree).edges(traced.layers.edges),
-        cluster=cluster,
-        global_batch=traced.global_batch,
-        precision=traced.precision,
-        optimizer=wish.optimizer,
-        forced=wish.forced(),
-        batch_coupling="; ".join(f"{c.operator} at {c.where}: {c.reason}" for c in captured.couplings),
-        fixed_micro_batch=None if captured.dynamic_batch else captured.batch_size,
-        assumptions=(*cluster.assumptions, *traced.assumptions),
-    )
-
-
-def _check_precision(precision: str, cluster: Cluster) -> None:
-    """Eight and four bit products need units that the device has: nothing emulates them at a useful rate."""
-    needed = {"fp8": "fp8", "mxfp8": "fp8", "nvfp4": "fp4"}.get(precision)
-    if needed is None or any(needed in part.device.peak_flops for part in cluster.one_kind):
-        return
-    raise StrategyError(
-        f"precision {precision} was asked for and the {cluster.device.name} has no {needed} units",
-        legal=", ".join(name for name in ("bf16", "fp16", "fp32") if name in cluster.device.peak_flops),
-        attempt="--precision bf16, or GPUs that have them (H100 and later)",
-    )
 
 
 def _checked_device(device: str) -> str:
@@ -317,18 +172,7 @@ def _local_device() -> str:
     return "cuda" if torch.cuda.is_available() else "none"
 
 
-def _cluster(gpus: Gpus, device: str | None) -> Cluster:
-    """The cluster meant by ``gpus``; on ``device="cpu"`` a count is a count of gloo processes."""
-    if isinstance(gpus, Cluster):
-        return gpus
-    if gpus is None:
-        gpus = os.environ.get("AUTOPLAN_GPUS") or os.environ.get("WORLD_SIZE") or 1
-    if device == "cpu" and str(gpus).lstrip("+-").isdigit():
-        return Cluster.parse(f"{gpus}xcpu")
-    return Cluster.parse(gpus)
-
-
-def _check_made_for(plan: Plan, traced: _Traced, cluster: Cluster) -> None:
+def _check_made_for(plan: Plan, traced: Traced, cluster: Cluster) -> None:
     """A plan made for another model or another count of GPUs is refused with what differs."""
     if plan.model.fingerprint != traced.layers.fingerprint:
         raise PlanFileError(

@@ -8,13 +8,11 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
-from autoplan.api import SAMPLES_A_GPU, Gpus, _cluster, _Model, _problem, _Wish
+from autoplan.request import SAMPLES_A_GPU, AskedModel, Gpus, Wish, cluster_of
 
 if TYPE_CHECKING:
     from torch import nn
 
-    from autoplan.cluster import Cluster
-    from autoplan.search import Problem
     from autoplan.search.questions import Contender, Fewest, Fit
 
 
@@ -37,8 +35,8 @@ def fit(
     """
     from autoplan.search.questions import fit as answer
 
-    asked = _Model(model, example_inputs, loss_fn, global_batch, seq, precision)
-    return answer(_problem_of(asked, _cluster(gpus, device), _Wish(strategy, optimizer)))
+    asked = AskedModel(model, example_inputs, loss_fn, global_batch, seq, precision)
+    return answer(asked.problem(cluster_of(gpus, device), Wish(strategy, optimizer)))
 
 
 def min_gpus(
@@ -62,9 +60,9 @@ def min_gpus(
     """
     from autoplan.search.questions import min_gpus as answer
 
-    asked = _Model(model, example_inputs, loss_fn, global_batch, seq, precision)
-    cluster = _cluster(f"1x{gpu}" if gpu is not None else gpus, device)
-    problem = _problem_of(asked, cluster, _Wish(strategy, optimizer))
+    asked = AskedModel(model, example_inputs, loss_fn, global_batch, seq, precision)
+    cluster = cluster_of(f"1x{gpu}" if gpu is not None else gpus, device)
+    problem = asked.problem(cluster, Wish(strategy, optimizer))
     chosen = global_batch is not None or example_inputs is not None
     return answer(problem, batch_of=None if chosen else lambda count: SAMPLES_A_GPU * count)
 
@@ -85,9 +83,5 @@ def compare(
     """The best plan of every family of parallelism side by side; the chosen plan's is marked."""
     from autoplan.search.questions import compare as answer
 
-    asked = _Model(model, example_inputs, loss_fn, global_batch, seq, precision)
-    return answer(_problem_of(asked, _cluster(gpus, device), _Wish(strategy, optimizer)))
-
-
-def _problem_of(model: _Model, cluster: Cluster, wish: _Wish) -> Problem:
-    return _problem(model.trace(cluster), cluster, wish)
+    asked = AskedModel(model, example_inputs, loss_fn, global_batch, seq, precision)
+    return answer(asked.problem(cluster_of(gpus, device), Wish(strategy, optimizer)))
