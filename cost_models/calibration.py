@@ -91,6 +91,7 @@ class Residual:
 
     @property
     def error(self) -> float:
+        """As a share of the measured time."""
         return self.predicted_s / self.measured_s - 1.0
 
 

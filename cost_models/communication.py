@@ -57,7 +57,7 @@ class Fabric:
 
     @property
     def bus_bytes_per_s(self) -> float:
-        """What one rank can pass on in a ring over the whole group."""
+        """Bytes a second that one rank can pass on in a ring over the whole group."""
         if self.nodes == 1:
             return self.intra.bytes_per_s
         rails = self.local * self.inter.bytes_per_s

@@ -7,14 +7,18 @@ A step of one rank whose stage holds ``weight_bytes`` of weights and makes ``gra
 stage  traffic
 =====  =========================================================================================
 0      all-reduce of the gradients, once
-1      reduce-scatter of the gradients, once; all-gather of the weights after the optimizer, once
+1      reduce-scatter of the gradients, once; all-gather of the weights the optimizer changed, once
 2      reduce-scatter of the gradients every micro-batch; all-gather of the weights, once
 3      all-gather of the weights every forward and every backward; reduce-scatter every micro-batch
 =====  =========================================================================================
 
-Synchronisation runs beside the backward that makes the gradients, a bucket at a time: the last bucket can't hide. A
-ZeRO-3 gather is prefetched one layer ahead: the first can't hide. Whatever is longer than the compute beside it shows,
-and what hides is not free: its kernels hold streaming multiprocessors and memory bandwidth that the compute lacks.
+Synchronisation runs beside the backward that makes the gradients, a bucket at a time: the last bucket can't hide. (The
+runtime's buckets are of 25 MiB or one parameter; a layer's gradients are taken as one, which shows no less.) Weights
+are gathered at the start of the next step, beside nothing. Software that prefetches gathers a ZeRO-3 layer while
+another computes, the first of them beside nothing; the runtime gathers when a layer asks (``prefetch=False``).
+Whatever is longer than the compute beside it shows, and what hides is not free: its kernels hold streaming
+multiprocessors and memory bandwidth that the compute lacks. Compute is all that it hides behind: the tensor axis's
+collectives and a pipeline's sends use the same links, and no link carries two axes at once.
 """
 
 from __future__ import annotations

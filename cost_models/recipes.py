@@ -29,7 +29,7 @@ class Recipe:
 
     @property
     def step_bytes(self) -> float:
-        """Read and written by one optimizer step for one parameter: all states twice, the gradient once."""
+        """Bytes read and written by one optimizer step for one parameter: all states twice, the gradient once."""
         return 2 * (self.weights + self.master_weights + self.optimizer_state) + self.gradients
 
     @property

@@ -158,7 +158,7 @@ def lower_bound_s(
     micro_batches: int,
     virtual_stages: int = 1,
 ) -> float:
-    """A bound that :func:`simulate` never beats, equal to it wherever the closed form is exact.
+    """Seconds that :func:`simulate` never beats, equal to it wherever the closed form is exact.
 
     A rank that holds several stages can't start before the first forward has come to its first stage, nor end before
     its last backward has gone back from there: sum_{i<r} T_i. It works M x R_r. For the others see
