@@ -25,9 +25,9 @@ def numbers() -> Iterator[tuple[str, Callable[..., object]]]:
                 yield f"{info.name}.{name}", value
             if inspect.isclass(value):
                 for attribute, member in vars(value).items():
-                    if isinstance(member, property) and member.fget and not attribute.startswith("_"):
-                        if "float" in str(inspect.signature(member.fget).return_annotation):
-                            yield f"{info.name}.{name}.{attribute}", member.fget
+                    getter = member.fget if isinstance(member, property) else None
+                    if getter and "float" in str(inspect.signature(getter).return_annotation):
+                        yield f"{info.name}.{name}.{attribute}", getter
 
 
 NUMBERS = dict(numbers())
