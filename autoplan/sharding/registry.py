@@ -8,6 +8,7 @@ from torch.fx import Node
 from autoplan.sharding.operation import Operation, operator_key
 from autoplan.sharding.rearrange import Chunk, Concatenation, Item, Pad, Permutation, Reshape, Select, Slice, Split
 from autoplan.sharding.rules import FactorRule, Factors, Option, Pointwise, Rule
+from autoplan.sharding.selecting import AlongDimension, Index, Loss, Repeat, Stack
 from autoplan.sharding.special import Attention, CrossEntropy, Embedding, Reduction, Size, Softmax
 
 
@@ -50,6 +51,13 @@ matmul: a[*b, m, k], b[*b, k, n] -> y[*b, m, n]
 layer_norm: x[*b, c!], w[c!], bias[c!] -> y[*b, c!]
 rms_norm: x[*b, c!], w[c!] -> y[*b, c!]
 group_norm: x[b!, *c!], w[g!], bias[g!] -> y[b!, *c!]
+max_pool1d: x[*b, h!] -> y[*b, p!]
+avg_pool1d: x[*b, h!] -> y[*b, p!]
+max_pool2d: x[*b, h!, w!] -> y[*b, p!, q!]
+avg_pool2d: x[*b, h!, w!] -> y[*b, p!, q!]
+adaptive_avg_pool1d: x[*b, h!] -> y[*b, p!]
+adaptive_avg_pool2d: x[*b, h!, w!] -> y[*b, p!, q!]
+upsample_nearest2d: x[*b, h!, w!] -> y[*b, p!, q!]
 """.strip().splitlines():
     register_rule(_line)
 _add(_AddMm("addmm: +bias[*m, n], a[*m, k], b[k, n] -> y[*m, n]"))
@@ -88,10 +96,22 @@ _RULES |= dict.fromkeys(
 )
 _RULES |= dict.fromkeys(("dropout", "dropout_", "alpha_dropout", "to", "type_as", "detach", "where"), Pointwise())
 _RULES |= dict.fromkeys(("__and__", "__or__", "__xor__", "masked_fill", "masked_fill_", "lift_fresh_copy"), Pointwise())
+_RULES |= dict.fromkeys(("topk", "sort", "argsort", "cummax", "logcumsumexp", "kthvalue"), AlongDimension())
+_RULES |= dict.fromkeys(("cumsum", "diff"), AlongDimension(linear=True))
+_RULES |= {
+    "flip": AlongDimension("dims", linear=True),
+    "index": Index(),
+    "stack": Stack(),
+    "repeat": Repeat(),
+}
+_RULES |= dict.fromkeys(
+    ("mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss", "binary_cross_entropy_with_logits"), Loss()
+)
 _POINTWISE = Pointwise()
 # Values made from nothing but sizes: they run whole on every rank, and that is no loss.
 _SOURCES = frozenset(
-    {"arange", "zeros", "ones", "full", "empty", "scalar_tensor", "full_like", "zeros_like", "ones_like"}
+    {"arange", "zeros", "ones", "full", "empty", "scalar_tensor", "full_like", "zeros_like", "ones_like", "empty_like"}
+    | {"new_zeros", "new_ones", "new_empty", "new_full"}
 )
 
 
