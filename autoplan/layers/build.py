@@ -6,6 +6,7 @@ the whole graph knows: values that a layer keeps but another made, parameters th
 
 from __future__ import annotations
 
+import itertools
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -72,6 +73,7 @@ def build_layers(capture: Capture) -> LayerGraph:
         tokens_per_sample=capture.tokens_per_sample,
         dtype=dtype_name(capture.dtype),
         fingerprint=canon.fingerprint(),
+        keep_order=_keep_order(facts, groups),
     )
 
 
@@ -183,6 +185,27 @@ def _keep(
         wanted[layer].add(-1 - owner)
     else:
         kept[layer].add(index)
+
+
+def _keep_order(facts: Facts, groups: Sequence[Group]) -> tuple[tuple[int, int], ...]:
+    """Pairs of layers that touch one memory, at least one of them writing. What is recomputed where it is used (the
+    prologue) is written in every copy alike, so only what travels counts."""
+    layer_of = {node: index for index, group in enumerate(groups) for node in group.nodes}
+    touches: dict[Node, list[tuple[int, bool]]] = defaultdict(list)
+    for node in facts.nodes:
+        if node in facts.travelling:
+            for memory in {facts.root.get(value, value) for value in (*node.all_input_nodes, node)}:
+                touches[memory].append((layer_of[node], memory in facts.writes.get(node, ())))
+    pairs = {
+        (one, other)
+        for touched in touches.values()
+        if any(writes for _, writes in touched)
+        for (one, first), (other, second) in itertools.combinations(touched, 2)
+        if one != other and (first or second)
+    }
+    if any(one > other for one, other in pairs):  # already turned around: then nothing else may be
+        return tuple(itertools.pairwise(range(len(groups))))
+    return tuple(sorted(pairs))
 
 
 def _edges(facts: Facts, folded: _Folded, scale: _PerSample) -> tuple[Edge, ...]:

@@ -25,6 +25,8 @@ class Facts:
 
     ``before`` adds to a node's inputs the in-place operators whose effect it reads; ``after`` is its inverse.
     ``parameters``: get_attr node -> Parameter; ``canonical``: parameter name -> the name of its tied group that counts.
+    ``root``: the node whose memory a node may share (itself where it is not there); ``writes``: the roots that each
+    in-place operator changes.
     """
 
     nodes: tuple[Node, ...]
@@ -36,6 +38,8 @@ class Facts:
     travelling: frozenset[Node]
     differentiable: frozenset[Node]
     loss: Node | None
+    root: Mapping[Node, Node]
+    writes: Mapping[Node, tuple[Node, ...]]
 
     def parameters_of(self, node: Node) -> Iterator[tuple[Node, nn.Parameter]]:
         """The parameters that ``node`` reads, with their get_attr nodes."""
@@ -97,6 +101,8 @@ def gather_facts(capture: Capture) -> Facts:
         travelling=frozenset(travelling),
         differentiable=frozenset(_differentiable(nodes, parameters)),
         loss=_loss(graph_module),
+        root=root,
+        writes=writes,
     )
 
 

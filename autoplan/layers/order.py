@@ -10,11 +10,19 @@ from autoplan.layers.types import Edge, LayerGraph
 
 def reordered(graph: LayerGraph, order: Sequence[int]) -> LayerGraph:
     """The same model with its layers in another order: ``order[k]`` is the layer that comes k-th. Raises ValueError
-    where a value would be read before it is made."""
+    where a value would be read before it is made, or a memory written before others are done with it."""
     if sorted(order) != list(range(len(graph.layers))):
         raise ValueError(f"{tuple(order)} is no order of {len(graph.layers)} layers")
+    place = {layer: index for index, layer in enumerate(order)}
+    kept = tuple(sorted((place[one], place[other]) for one, other in graph.keep_order))
+    for one, other in kept:
+        if one > other:
+            raise ValueError(f"layers {one} and {other} share memory that one writes in place, and would change order")
     return dataclasses.replace(
-        graph, layers=tuple(graph.layers[layer] for layer in order), edges=reordered_edges(graph.edges, order)
+        graph,
+        layers=tuple(graph.layers[layer] for layer in order),
+        edges=reordered_edges(graph.edges, order),
+        keep_order=kept,
     )
 
 

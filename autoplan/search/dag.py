@@ -87,9 +87,8 @@ def is_branching(graph: LayerGraph) -> bool:
 
 
 def down_sets(graph: LayerGraph, *, most: int = MOST_DOWN_SETS) -> DownSets | None:
-    """Every down-set of the layers; None where each is a prefix, where there are more than ``most``, or where a layer
-    writes in place, so that more than values orders the layers."""
-    if not is_branching(graph) or _writes_in_place(graph):
+    """Every down-set of the layers; None where each is a prefix, or where there are more than ``most``."""
+    if not is_branching(graph):
         return None
     inputs = _inputs(graph)
     level, found = {0}, [0]
@@ -112,20 +111,17 @@ def _layers_of(mask: int) -> tuple[int, ...]:
 
 
 def _inputs(graph: LayerGraph) -> list[int]:
-    """For each layer the set of layers that it reads, as bits. The last layer, which makes the loss, comes after all
-    that nobody reads."""
+    """For each layer the set of layers that it comes after, as bits: those that it reads, and those that it shares
+    written memory with. The last layer, which makes the loss, comes after all that nobody reads."""
     inputs, read = [0] * len(graph.layers), 0
     for edge in graph.edges:
         read |= 1 << edge.source
         for target in edge.targets:
             inputs[target] |= 1 << edge.source
+    for one, other in graph.keep_order:
+        inputs[other] |= 1 << one
     inputs[-1] |= ~read & ((1 << len(inputs) - 1) - 1)
     return inputs
-
-
-def _writes_in_place(graph: LayerGraph) -> bool:
-    names = {op.target.removeprefix("aten.").partition(".")[0] for kind in graph.kinds for op in kind.operators}
-    return any(name.endswith("_") and not name.endswith("__") for name in names)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -236,12 +236,17 @@ def test_down_sets_of_towers_and_chains() -> None:
     assert down_sets(branching(wide, edges).layers) is None  # 1,332 are more than are tried
 
 
-def test_a_layer_that_writes_in_place_keeps_the_given_order() -> None:
+def test_layers_that_share_written_memory_keep_their_order() -> None:
     layers = crossed_towers().layers
-    operator = dataclasses.replace(layers.kinds[0].operators[0], target="aten.relu_.default")
-    kinds = (dataclasses.replace(layers.kinds[0], operators=(operator,)), *layers.kinds[1:])
-    assert down_sets(layers) is not None
-    assert down_sets(dataclasses.replace(layers, kinds=kinds)) is None
+    free = down_sets(layers)
+    kept = down_sets(dataclasses.replace(layers, keep_order=((0, 2),)))
+    assert free is not None and kept is not None
+    dropped = {tuple(row) for row in free.members} - {tuple(row) for row in kept.members}
+    assert dropped == {(False, False, True, False, False), (False, False, True, True, False)}
+    with pytest.raises(ValueError, match="share memory"):
+        reordered(dataclasses.replace(layers, keep_order=((0, 2),)), (2, 0, 1, 3, 4))
+    pinned = dataclasses.replace(layers, keep_order=tuple(itertools.pairwise(range(5))))
+    assert not is_branching(pinned) and down_sets(pinned) is None
 
 
 def test_an_order_that_reads_before_it_makes_is_refused() -> None:
