@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 
 from autoplan.explain import explain
@@ -51,26 +53,46 @@ def test_a_micro_batch_s_computation_against_its_communication() -> None:
     ratio = computed / (terms["tensor_communication"] + terms["sharded_state"])
     text = " ".join(explain(plan).split())
     assert f"A micro-batch of 4 computes for {seconds(computed / plan.strategy.micro_batches)}" in text
-    assert f"a ratio of {ratio:.1f}." in text
+    assert f"a ratio of {ratio:.1f}: its computation covers that. Its size was asked for." in text
+
+
+def test_stages_communicate_by_their_sends() -> None:
+    """The slowest stage of a pipeline sends activations on and gradients back, every micro-batch."""
+    plan = search(problem(LARGE, cluster(4, intra=1e9), forced={"pipeline": 4, "schedule": "1f1b"}))
+    stage = max(range(4), key=lambda s: plan.stages[s].forward_s + plan.stages[s].backward_s)
+    sent_s = plan.stages[stage].send_s + (plan.stages[stage - 1].send_s if stage else 0.0)
+    text = " ".join(explain(plan).split())
+    assert sent_s > 0 and f"communicates for {seconds(sent_s)}, a ratio of" in text
+    assert "leaves fewer to fill the stages: of all sizes that fit at these degrees it takes the least time." in text
+
+
+def test_optimal_is_said_of_the_closed_form() -> None:
+    plan = search(problem(LARGE, cluster(4)))
+    loose = dataclasses.replace(plan.certificate, simulated_gap=0.15, confirmed=3)
+    text = " ".join(explain(dataclasses.replace(plan, certificate=loose)).split())
+    assert "15.0% less than the plan's" in text and '"optimal" is said of the closed form' in text
+    tight = dataclasses.replace(plan.certificate, simulated_gap=0.0, confirmed=3)
+    text = " ".join(explain(dataclasses.replace(plan, certificate=tight)).split())
+    assert "no candidate's step is shorter than the plan's" in text and "is said of" not in text
 
 
 def test_sixteen_stages_are_legible() -> None:
     layers = [Dense(elements=100_000_000 + i) for i in range(32)]
-    text = text_of(problem(layers, cluster(8, nodes=2), forced={"pipeline": 16}))
+    text = text_of(problem(layers, cluster(8, nodes=2), forced={"pipeline": 16, "schedule": "1f1b"}))
     rows = [line for line in text.splitlines() if "layers." in line and "[" in line]
     assert len(rows) == 16
     assert rows[0].split()[:2] == ["0", "layers.0..layers.1"]
 
 
 def test_many_stages_share_rows() -> None:
-    text = text_of(problem([Dense(elements=10_000_000)] * 64, cluster(8, nodes=4), forced={"pipeline": 32}))
+    text = text_of(problem([Dense(elements=10_000_000)] * 64, cluster(8, nodes=4), forced={"pipeline": 32, "schedule": "1f1b"}))
     rows = [line for line in text.splitlines() if "[" in line]
     assert len(rows) < 16
     assert any("stages x 2 layers" in row for row in rows)
 
 
 def test_recompute_is_shown_where_it_happens() -> None:
-    text = text_of(problem(LARGE, cluster(4), forced={"recompute": "full", "pipeline": 4}))
+    text = text_of(problem(LARGE, cluster(4), forced={"recompute": "full", "pipeline": 4, "schedule": "1f1b"}))
     assert text.count("recompute: 4 full") == 4
 
 

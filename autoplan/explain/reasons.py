@@ -69,7 +69,10 @@ def proof(plan: Plan) -> list[str]:
     if proven.status == "optimal":
         how = _PROOFS.get(proven.solver, f"(proven by {proven.solver})")
         objective_s = proven.objective_bound_s or proven.lower_bound_s
-        verdict = f"In closed form no candidate takes less than {seconds(objective_s)} {how}."
+        verdict = (
+            f"In closed form (the longest stage for every micro-batch but one, all stages once, the end of the step) "
+            f"no candidate takes less than {seconds(objective_s)} {how}."
+        )
     else:
         verdict = (
             f"Not proven: some candidate might take {seconds(proven.objective_bound_s or proven.lower_bound_s)}, "
@@ -95,11 +98,13 @@ def _simulated(plan: Plan) -> str:
     if not proven.confirmed:
         return ""
     nearest = f"the {proven.confirmed} nearest" if proven.confirmed > 1 else "the nearest"
+    timed = f"The schedule simulator, which gives the step time above, timed {nearest}"
     if proven.simulated_gap <= 1e-9:
-        return f"The schedule simulator timed {nearest}: no candidate's step is shorter than the plan's."
+        return f"{timed}: no candidate's step is shorter than the plan's."
+    optimal = ', so that "optimal" is said of the closed form' if proven.status == "optimal" else ""
     return (
-        f"The schedule simulator timed {nearest}: no candidate's step is shorter than {seconds(proven.lower_bound_s)}, "
-        f"{percent(proven.simulated_gap)} less than the plan's."
+        f"{timed}: it is proven that no candidate's step is shorter than {seconds(proven.lower_bound_s)}, "
+        f"{percent(proven.simulated_gap)} less than the plan's, and no more than that{optimal}."
     )
 
 

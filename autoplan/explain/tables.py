@@ -155,13 +155,35 @@ def step(plan: Plan) -> list[str]:
 
 
 def _one_micro_batch(plan: Plan, compute_s: float) -> str:
-    """What a micro-batch computes against what it sends; synchronisation, which comes once a step, left out."""
+    """What a micro-batch computes against what it sends, and why it has its size; synchronisation, which comes once a
+    step, left out."""
     terms, strategy = plan.predicted.time_terms, plan.strategy
-    sent_s = sum(terms.get(name, 0.0) for name in ("tensor_communication", "sharded_state"))
+    number = strategy.micro_batches
+    waited_s = sum(terms.get(name, 0.0) for name in ("tensor_communication", "sharded_state")) / number
+    sent_s = waited_s + _sends_s(plan)
     if sent_s <= 0:
         return ""
-    number = strategy.micro_batches
+    ratio = compute_s / number / sent_s
+    verdict = "its computation covers that" if ratio >= 1 else "its communication is the longer"
     return (
         f"A micro-batch of {strategy.micro_batch_size} computes for {seconds(compute_s / number)} and communicates for "
-        f"{seconds(sent_s / number)}, a ratio of {compute_s / sent_s:.1f}."
+        f"{seconds(sent_s)}, a ratio of {ratio:.1f}: {verdict}. {_why_this_size(plan)}"
     )
+
+
+def _sends_s(plan: Plan) -> float:
+    """Seconds that the GPU with the longest period sends in a micro-batch: activations on, their gradients back."""
+    longest = max(range(len(plan.stages)), key=lambda s: plan.stages[s].forward_s + plan.stages[s].backward_s)
+    width = plan.strategy.pipeline
+    held = [s for s in range(len(plan.stages)) if s % width == longest % width]
+    return sum(plan.stages[s].send_s + (plan.stages[s - 1].send_s if s else 0.0) for s in held)
+
+
+def _why_this_size(plan: Plan) -> str:
+    strategy = plan.strategy
+    if "micro_batch_size" in plan.forced:
+        return "Its size was asked for."
+    if strategy.micro_batches == 1:
+        return "It is all that its rank has of the batch."
+    fewer = "A larger one sends less often and leaves fewer to fill the stages: of" if strategy.pipeline > 1 else "Of"
+    return f"{fewer} all sizes that fit at these degrees it takes the least time."

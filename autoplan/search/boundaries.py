@@ -94,9 +94,12 @@ def _wrong(what: str, attempt: str = "") -> StrategyError:
 
 
 def fixed_split(space: Space, strategy: Strategy, cuts: Cuts, *, cutoff_s: float) -> Solution | None:
-    """The split at ``cuts``, with the least recompute that fits; None where none does or it costs more."""
+    """The split at ``cuts``, with the least recompute that fits; None where none does, it costs more, or the strategy
+    has another number of stages."""
     from autoplan.search.milp import Solution
 
+    if strategy.pipeline * strategy.virtual_stages != len(cuts) - 1:
+        return None
     times = space.tables(strategy).of_split(cuts).times()
     value_s = times.closed_form_s
     if not math.isfinite(value_s) or value_s > cutoff_s:

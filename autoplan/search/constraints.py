@@ -112,20 +112,34 @@ def _with_most(problem: Problem, value: Any) -> Limited:
 
 
 def _with_stages(problem: Problem, value: Any) -> Limited:
-    """The pipeline degree follows from the boundaries."""
+    """The pipeline degree follows from the boundaries, and where that is forced the stages a GPU do."""
     cuts = read_stages([layer.name for layer in problem.layers.layers], value)
-    stages = len(cuts) - 1
-    given = problem.forced.get("pipeline")
-    if given is not None and str(given) != str(stages):
-        raise StrategyError(
-            f"`pipeline` {given} and `stages`, which are {stages}, contradict each other",
-            where="strategy keys `pipeline`, `stages`",
-            legal=f"pipeline {stages}, or {given} stages",
-            attempt="leave either out",
-        )
+    degrees = _degrees_of(problem, len(cuts) - 1)
     spans = ", ".join(f"{first}-{end - 1}" for first, end in itertools.pairwise(cuts))
-    changed = dataclasses.replace(problem, stages=cuts, forced={**problem.forced, "pipeline": stages})
+    changed = dataclasses.replace(problem, stages=cuts, forced={**problem.forced, **degrees})
     return changed, f"stage boundaries as asked: layers {spans}"
+
+
+def _degrees_of(problem: Problem, stages: int) -> dict[str, int]:
+    """``pipeline`` and, above 1, ``virtual_stages``, whose product is ``stages``."""
+    given = {
+        key: int(problem.forced[key])
+        for key in ("pipeline", "virtual_stages")
+        if str(problem.forced.get(key, "")).isdigit() and int(problem.forced[key]) > 0
+    }
+    virtual = given.get("virtual_stages", 1)
+    if "pipeline" in given and "virtual_stages" not in given:
+        virtual = max(1, stages // given["pipeline"])
+    pipeline = given.get("pipeline", stages // virtual)
+    if pipeline * virtual == stages:
+        return {"pipeline": pipeline, **({"virtual_stages": virtual} if virtual > 1 else {})}
+    words = " x ".join(f"`{key}` {number}" for key, number in given.items())
+    raise StrategyError(
+        f"{words} and `stages`, which are {stages}, contradict each other",
+        where="strategy keys " + ", ".join(f"`{key}`" for key in (*given, "stages")),
+        legal=f"pipeline {stages}, or pipeline x virtual_stages that is {stages}",
+        attempt="leave either out",
+    )
 
 
 def _inside_node(problem: Problem, value: Any) -> Limited:

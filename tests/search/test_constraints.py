@@ -168,8 +168,9 @@ def test_a_conflict_is_named() -> None:
     with pytest.raises(StrategyError) as caught:
         planned(stages="0-4,5-7", pipeline="<=1")
     assert "`stages` 0-4,5-7 and `pipeline` <=1 contradict each other" in caught.value.what
-    with pytest.raises(StrategyError, match="`pipeline` 4 and `stages`, which are 2, contradict each other"):
-        planned(stages="0-4,5-7", pipeline=4)
+    for given in ({"pipeline": 4}, {"virtual_stages": 4}):
+        with pytest.raises(StrategyError, match=r"4 and `stages`, which are 2, contradict each other"):
+            planned(stages="0-4,5-7", **given)
 
 
 def test_a_conflict_with_the_batch_is_named() -> None:
