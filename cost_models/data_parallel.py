@@ -7,18 +7,14 @@ A step of one rank whose stage holds ``weight_bytes`` of weights and makes ``gra
 stage  traffic
 =====  =========================================================================================
 0      all-reduce of the gradients, once
-1      reduce-scatter of the gradients, once; all-gather of the weights the optimizer changed, once
+1      reduce-scatter of the gradients, once; all-gather of the weights after the optimizer, once
 2      reduce-scatter of the gradients every micro-batch; all-gather of the weights, once
 3      all-gather of the weights every forward and every backward; reduce-scatter every micro-batch
 =====  =========================================================================================
 
-Synchronisation runs beside the backward that makes the gradients, a bucket at a time: the last bucket can't hide. (The
-runtime's buckets are of 25 MiB or one parameter; a layer's gradients are taken as one, which shows no less.) Weights
-are gathered at the start of the next step, beside nothing. Software that prefetches gathers a ZeRO-3 layer while
-another computes, the first of them beside nothing; the runtime gathers when a layer asks (``prefetch=False``).
-Whatever is longer than the compute beside it shows, and what hides is not free: its kernels hold streaming
-multiprocessors and memory bandwidth that the compute lacks. Compute is all that it hides behind: the tensor axis's
-collectives and a pipeline's sends use the same links, and no link carries two axes at once.
+Synchronisation runs beside the backward that makes the gradients, a bucket at a time: the last bucket can't hide. A
+ZeRO-3 gather is prefetched one layer ahead: the first can't hide. Whatever is longer than the compute beside it shows,
+and what hides is not free: its kernels hold streaming multiprocessors and memory bandwidth that the compute lacks.
 """
 
 from __future__ import annotations
@@ -119,8 +115,7 @@ def exposed_times(
     if strategy.data == 1:
         nothing = np.zeros(len(layers))
         return nothing, nothing, nothing
-    one = _collectives(cluster, strategy, EAGER)
-    many = Collectives(*(functools.partial(at_values, price) for price in one))
+    many = _collectives(cluster, strategy, EAGER).at_values()
     pieces, compute = np.maximum(layers, 1), (0.0, backward_s)
     shown, _ = _shown(strategy, many, weight_bytes, gradient_bytes, pieces, compute, prefetch=False)
     forward, backward, step = (np.broadcast_to(seconds, np.shape(layers)) for seconds in shown)
@@ -128,16 +123,23 @@ def exposed_times(
 
 
 def least_exposed_times(
-    cluster: Cluster, *, strategy: Strategy, weight_bytes: float, gradient_bytes: float, backward_s: Floats
+    cluster: Cluster,
+    *,
+    strategy: Strategy,
+    weight_bytes: float | Floats,
+    gradient_bytes: float | Floats,
+    backward_s: Floats,
 ) -> tuple[Floats, Floats]:
     """(forward and backward, step) that no split of these bytes into stages and layers goes below in sum, where all of
-    their backward takes ``backward_s``; the same without prefetch.
+    their backward takes ``backward_s``, for one or many of these; without prefetch.
 
     A transfer of a sum takes no longer than the parts' transfers, and what hides is no more than what it hides behind.
     """
     if strategy.data == 1:
         return np.zeros(len(backward_s)), np.zeros(len(backward_s))
     price, compute = _collectives(cluster, strategy, EAGER), (0.0, backward_s)
+    if not isinstance(weight_bytes, float) or not isinstance(gradient_bytes, float):
+        price = price.at_values()
     shown, _ = _shown(strategy, price, weight_bytes, gradient_bytes, 1, compute, prefetch=False, exposed=_least_exposed)
     forward, backward, step = (np.broadcast_to(seconds, np.shape(backward_s)) for seconds in shown)
     return forward + backward, step
@@ -149,6 +151,10 @@ class Collectives(NamedTuple):
     all_reduce: Callable[[Any], Any]
     reduce_scatter: Callable[[Any], Any]
     all_gather: Callable[[Any], Any]
+
+    def at_values(self) -> Collectives:
+        """The same of many numbers of bytes at once."""
+        return Collectives(*(functools.partial(at_values, price) for price in self))
 
 
 def _collectives(cluster: Cluster, strategy: Strategy, software: Software) -> Collectives:

@@ -18,6 +18,7 @@ The simulated step has a bound of its own (:mod:`autoplan.search.simulated`).
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,7 +26,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from autoplan.cost_models import communication
+from autoplan.cost_models.piecewise import at_values
 from autoplan.plan import Strategy
+from autoplan.search.chain import Chain
 from autoplan.search.degrees import Candidates
 from autoplan.search.simulated import simulated_bound_s
 from autoplan.search.space import Space
@@ -36,12 +39,13 @@ Floats = NDArray[np.float64]
 
 @dataclass(frozen=True, slots=True)
 class LowerBounds:
-    """One entry a candidate: seconds of a step in closed form, bytes above the memory of a GPU (negative: free), and
-    seconds of a simulated step."""
+    """One entry a candidate: seconds of a step in closed form, bytes above the memory of a GPU (negative: free),
+    seconds of a simulated step, and of the longest period."""
 
     step_s: Floats
     short_bytes: Floats
     simulated_s: Floats
+    longest_s: Floats
 
 
 def lower_bounds(space: Space, candidates: Candidates) -> LowerBounds:
@@ -75,7 +79,7 @@ def lower_bounds(space: Space, candidates: Candidates) -> LowerBounds:
         bottleneck = longest
     step = (candidates.micro_batches - 1) * bottleneck + whole + tail
     late = np.where(candidates.pipeline > 1, first_tail, tail)
-    return LowerBounds(step, _short_bytes(space, candidates), simulated + late)
+    return LowerBounds(step, _short_bytes(space, candidates), simulated + late, bottleneck)
 
 
 def _alike(
@@ -111,32 +115,35 @@ def _data_axis(space: Space, candidates: Candidates, backward_s: Floats) -> tupl
         elements, trainable = space.totals(strategy.tensor)
         tables = space.tables(strategy)
         stages = candidates.pipeline[where]
-        every, once = tables.least_data_axis(elements, trainable, backward_s[where])
+        every, once = tables.least_data_axis(float(elements), float(trainable), backward_s[where])
         exposed[where] = every
         average = (once + tables.optimizer_s(trainable)) / stages
         # The stage with the most parameters has at least an even share, and may hide what can be hidden.
-        of_share = np.zeros(len(where))
-        for count in np.unique(stages):
-            of_share[stages == count] = _hidden_tail_s(tables, elements / count, trainable / count)
+        counts, place = np.unique(stages, return_inverse=True)
+        of_share = _hidden_tails_s(tables, elements / counts, trainable / counts)[place.reshape(-1)]
         tail[where] = np.maximum(average, of_share)
         kinds = {int(tables.chain.kinds[layer]) for layer in space.first_layers}
         costs = [tables.chain.costs[kind] for kind in sorted(kinds)]
-        first_tail[where] = min(_hidden_tail_s(tables, c.elements, c.trainable) for c in costs)
+        first_tail[where] = _hidden_tails_s(
+            tables, np.array([float(c.elements) for c in costs]), np.array([float(c.trainable) for c in costs])
+        ).min()
     return exposed, tail, first_tail
 
 
-def _hidden_tail_s(tables: Tables, elements: float, trainable: float) -> float:
-    """The least tail of a stage with so many parameters, however long its backward."""
-    _, once = tables.least_data_axis(elements, trainable, np.array([math.inf]))
-    return float(once[0]) + tables.optimizer_s(trainable)
+def _hidden_tails_s(tables: Tables, elements: Floats, trainable: Floats) -> Floats:
+    """The least tails of stages with so many parameters, however long their backward."""
+    _, once = tables.least_data_axis(elements, trainable, np.full(len(elements), math.inf))
+    return once + at_values(tables.optimizer_s, trainable)
 
 
 def _short_bytes(space: Space, candidates: Candidates) -> Floats:
     """Bytes above the memory of a GPU that every candidate needs at least; negative where some are free."""
     capacity = space.problem.usable_bytes * (1 - MARGIN)
     short = np.zeros(len(candidates))
-    for where, strategy in _alike(candidates, ("tensor", "micro_batch_size", "data", "zero_stage", "staged")):
-        share, alone = least_bytes(space, strategy)
+    for where, strategy in _alike(candidates, ("tensor", "data", "zero_stage", "staged")):
+        sizes, place = np.unique(candidates.micro_batch_size[where], return_inverse=True)
+        chains = [space.chain(strategy.tensor, int(size)) for size in sizes]
+        share, alone = (needed[place.reshape(-1)] for needed in _least_bytes(space, strategy, chains))
         fixed = space.states(strategy).fixed_bytes
         short[where] = fixed + np.maximum(share / candidates.pipeline[where], alone) - capacity
     return short
@@ -145,22 +152,22 @@ def _short_bytes(space: Space, candidates: Candidates) -> Floats:
 def least_bytes(space: Space, strategy: Strategy) -> tuple[float, float]:
     """Bytes that all stages of one rank hold at least, and that some stage holds for one layer; without what is there
     whatever the layers."""
-    chain, states = space.chain(strategy.tensor, strategy.micro_batch_size), space.states(strategy)
-    elements, trainable = space.totals(strategy.tensor)
+    chain = space.chain(strategy.tensor, strategy.micro_batch_size)
+    share, alone = _least_bytes(space, strategy, [chain])
+    return float(share[0]), float(alone[0])
+
+
+def _least_bytes(space: Space, strategy: Strategy, chains: Sequence[Chain]) -> tuple[Floats, Floats]:
+    """The same for each of some micro-batch sizes, given by their chains."""
+    states, (elements, trainable) = space.states(strategy), space.totals(strategy.tensor)
     resident = states.per_element * elements + states.per_trainable * trainable
-    share = resident + (1 + states.reserve) * max(
-        float(chain.least_saved[-1]), states.temporary_per_trainable * trainable
-    )
-    alone = 0.0
-    for kind in np.unique(chain.kinds):
-        costs = chain.costs[kind]
-        kept = costs.saved_bytes[chain.thriftiest(costs)] + costs.passing_bytes
-        moment = max(
-            kept + states.window_per_element * costs.elements, states.temporary_per_trainable * costs.trainable
-        )
-        own = states.per_element * costs.elements + states.per_trainable * costs.trainable
-        alone = max(alone, own + (1 + states.reserve) * moment)
-    return share, alone
+    saved = np.array([float(chain.least_saved[-1]) for chain in chains])
+    share = resident + (1 + states.reserve) * np.maximum(saved, states.temporary_per_trainable * trainable)
+    kept = np.stack([chain.least_kept for chain in chains])
+    own_elements, own_trainable = chains[0].elements_of_kinds
+    moment = np.maximum(kept + states.window_per_element * own_elements, states.temporary_per_trainable * own_trainable)
+    own = states.per_element * own_elements + states.per_trainable * own_trainable
+    return share, (own + (1 + states.reserve) * moment).max(axis=1)
 
 
 def fits_greedily(tables: Tables) -> bool:

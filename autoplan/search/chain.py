@@ -138,6 +138,18 @@ class Chain:
         least = np.concatenate((self.crossing.received.diagonal(1)[1:], self.crossing.sent.diagonal(1)[:-1]))
         return float(least.min(initial=math.inf))
 
+    @cached_property
+    def least_kept(self) -> Floats:
+        """[K] bytes a micro-batch that one layer of each kind in use needs at least while its backward runs."""
+        costs = [self.costs[kind] for kind in np.unique(self.kinds)]
+        return np.array([c.saved_bytes[self.thriftiest(c)] + c.passing_bytes for c in costs])
+
+    @cached_property
+    def elements_of_kinds(self) -> tuple[Floats, Floats]:
+        """[K] parameter elements of one layer of each kind in use, and those that train."""
+        costs = [self.costs[kind] for kind in np.unique(self.kinds)]
+        return np.array([float(c.elements) for c in costs]), np.array([float(c.trainable) for c in costs])
+
     def thriftiest(self, costs: KindCosts) -> str:
         """The policy that keeps least; of equals the one that costs least."""
         return min(self.policies, key=lambda p: (costs.saved_bytes[p], costs.extra_s[p]))
@@ -266,6 +278,10 @@ class Chain:
                 for ratios, capacities in self._segments
             )
         )
+
+    def kind_segments(self, kind: int) -> tuple[list[tuple[float, float]], ...]:
+        """For each window what a layer of a kind saves if it may recompute in part, see :func:`.recompute.hull`."""
+        return tuple(hull(choices[kind]) for choices in self._choices.values())
 
     @cached_property
     def _segments(self) -> tuple[tuple[list[float], list[Floats]], ...]:

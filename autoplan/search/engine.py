@@ -12,18 +12,25 @@ the least parallelism within :data:`TOLERANCE` of the shortest simulated step is
 from __future__ import annotations
 
 import dataclasses
+import heapq
 import math
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import numpy as np
 
 from autoplan.plan import Strategy
+from autoplan.search.blocks import BlockBounds
 from autoplan.search.boundaries import fixed_split
 from autoplan.search.bounds import LowerBounds, fits_greedily, lower_bounds
 from autoplan.search.milp import Solution, default_solver, solve_split
-from autoplan.search.simulated import simulated_with_longer_s, with_simulated_bound
+from autoplan.search.simulated import (
+    simulated_with_longer_s,
+    simulated_with_longest_s,
+    with_simulated_bound,
+)
 from autoplan.search.solver import SolverName
 from autoplan.search.space import Space
 from autoplan.search.split import Split
@@ -114,8 +121,13 @@ class Engine:
     _known: dict[int, tuple[float, Decision | None]] = field(default_factory=dict, init=False)
     _floors: dict[int, float] = field(default_factory=dict, init=False)
     _simulated: dict[Strategy, float] = field(default_factory=dict, init=False)
+    _longer: dict[int, float] = field(default_factory=dict, init=False)
     _order: list[int] | None = field(default=None, init=False)
     _bounds: LowerBounds | None = field(default=None, init=False)
+
+    @cached_property
+    def _blocks(self) -> BlockBounds:
+        return BlockBounds(space=self.space)
 
     @property
     def bounds(self) -> LowerBounds:
@@ -130,6 +142,24 @@ class Engine:
             rows = [int(i) for i in np.nonzero(bounds.short_bytes <= 0)[0]]
             self._order = sorted(rows, key=lambda i: (bounds.step_s[i], preference(strategies.strategy(i)), i))
         return self._order if chosen is None else [index for index in self._order if chosen[index]]
+
+    def best_first(self, indices: list[int]) -> Iterator[tuple[int, float]]:
+        """Candidates (given by lower bound) with a sharper lower bound, by that; of equals the one that is given first.
+        A candidate is bounded sharply when its turn comes, so that most never are."""
+        waiting: list[tuple[float, int, bool]] = []
+        given = iter(enumerate(indices))
+        ahead = next(given, None)
+        while waiting or ahead is not None:
+            while ahead is not None and (not waiting or self.bounds.step_s[ahead[1]] <= waiting[0][0]):
+                heapq.heappush(waiting, (float(self.bounds.step_s[ahead[1]]), ahead[0], False))
+                ahead = next(given, None)
+            bound, place, sharp = heapq.heappop(waiting)
+            if sharp:
+                yield indices[place], bound
+                continue
+            sharper = self.sharper_s(indices[place])
+            if math.isfinite(sharper):
+                heapq.heappush(waiting, (max(bound, sharper), place, True))
 
     def fits(self, index: int) -> bool:
         """The greedy memory test, remembered."""
@@ -185,13 +215,21 @@ class Engine:
         bound_s, simulated_s = fastest_s, self.bounds.simulated_s
         for index in np.nonzero((self.bounds.short_bytes <= 0) & (simulated_s < fastest_s))[0]:
             if simulated_s[index] < bound_s and self.fits(int(index)):
-                bound_s = min(bound_s, max(float(simulated_s[index]), self._floors.get(int(index), 0.0)))
+                bound_s = min(bound_s, max(float(simulated_s[index]), self._simulated_floor_s(int(index))))
         return bound_s
+
+    def _simulated_floor_s(self, index: int) -> float:
+        """What every split of a candidate takes at least, as far as it was looked into."""
+        if index in self._floors or index not in self._longer:
+            return self._floors.get(index, 0.0)
+        strategy = self.space.candidates.strategy(index)
+        chain = self.space.chain(strategy.tensor, strategy.micro_batch_size)
+        longest_s = self._blocks.bottleneck_s(strategy)
+        return simulated_with_longest_s(strategy, float(chain.period[-1]), longest_s)
 
     def _fastest(self, tolerance: float) -> tuple[Decision | None, float, bool]:
         best: Decision | None = None
-        for index in self.order():
-            bound = float(self.bounds.step_s[index])
+        for index, bound in self.best_first(self.order()):
             if best is not None and bound >= best.value_s:
                 break
             if best is not None and time.monotonic() > self.deadline:
@@ -254,6 +292,8 @@ class Engine:
             return None
         known = self._known.get(index)
         if known is None or (known[1] is None and known[0] < cutoff_s):
+            if self.sharper_s(index) > cutoff_s:
+                return None
             strategy = self.space.candidates.strategy(index)
             solution = solve_strategy(self.space, strategy, cutoff_s=cutoff_s)
             known = cutoff_s, _decision(self.space, strategy, solution)
@@ -261,6 +301,21 @@ class Engine:
             self._known[index] = known
         decision = known[1]
         return decision if decision is not None and decision.value_s <= cutoff_s else None
+
+    def sharper_s(self, index: int) -> float:
+        """A lower bound of one candidate that knows of recompute; inf where it does not fit."""
+        return float(self.bounds.step_s[index]) + self._longer_s(index) * float(
+            self.space.candidates.micro_batches[index] - 1
+        )
+
+    def _longer_s(self, index: int) -> float:
+        """By how much the longest period is more than the bounds know, remembered."""
+        if index not in self._longer:
+            strategy = self.space.candidates.strategy(index)
+            told = strategy.pipeline > 1 and strategy.schedule in ("gpipe", "1f1b")
+            longest_s = self._blocks.bottleneck_s(strategy) if told else 0.0
+            self._longer[index] = max(0.0, longest_s - float(self.bounds.longest_s[index]))
+        return self._longer[index]
 
     def _confirm(self, decision: Decision) -> Decision:
         """The same decision proven by the MILP, or by what proved it where there is no solver or nothing to solve."""

@@ -80,8 +80,8 @@ def _fastest(engine: Engine, chosen: np.ndarray) -> Decision | None:
     """Best-first within the family, by the dynamic program alone; at most :data:`MOST_SOLVED` are solved."""
     best: Decision | None = None
     solved = 0
-    for index in engine.order(chosen):
-        if best is not None and (engine.bounds.step_s[index] >= best.value_s or solved >= MOST_SOLVED):
+    for index, bound in engine.best_first(engine.order(chosen)):
+        if best is not None and (bound >= best.value_s or solved >= MOST_SOLVED):
             break
         if not engine.fits(index):
             continue

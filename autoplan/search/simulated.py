@@ -103,6 +103,11 @@ def simulated_with_longer_s(strategy: Strategy, period_s: float, longer_than_s: 
     """Seconds that no split beats in which some stage takes longer than ``longer_than_s``; inf where none can."""
     if longer_than_s >= period_s:
         return math.inf
+    return simulated_with_longest_s(strategy, period_s, longer_than_s)
+
+
+def simulated_with_longest_s(strategy: Strategy, period_s: float, longest_s: float) -> float:
+    """Seconds that no split beats in which some stage takes at least ``longest_s``."""
     beyond = strategy.micro_batches - strategy.pipeline - 1
-    whole = 2 * period_s + beyond * longer_than_s if beyond >= 0 else period_s
-    return max(strategy.micro_batches * longer_than_s, whole)
+    whole = 2 * period_s + beyond * longest_s if beyond >= 0 else period_s
+    return max(strategy.micro_batches * longest_s, whole)

@@ -405,7 +405,9 @@ class Tables:
             prefetch=False,
         )
 
-    def least_data_axis(self, elements: float, trainable: float, backward_s: Floats) -> tuple[Floats, Floats]:
+    def least_data_axis(
+        self, elements: float | Floats, trainable: float | Floats, backward_s: Floats
+    ) -> tuple[Floats, Floats]:
         """What the data axis exposes at least, every micro-batch and once, where these are split into stages."""
         return least_exposed_times(
             self.cluster,

@@ -1,0 +1,89 @@
+"""A sharper bound, one candidate at a time: what its most repeated layers alone cost, recompute included.
+
+Most models are a block repeated. Let n blocks on stage s take T_s(n) with the least recompute that fits, every other
+layer left out. T_s never falls in n, so with a longest period of at most B stage s holds as many blocks as there are
+n with T_s(n) <= B. All blocks are held, so B is at least the N-th smallest of all T_s(n), N being the number of blocks.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from autoplan.plan import Strategy
+from autoplan.search.chain import Chain
+from autoplan.search.recompute import Relaxation
+from autoplan.search.space import Space
+from autoplan.search.tables import MARGIN, Tables
+
+Floats = NDArray[np.float64]
+
+
+@dataclass(frozen=True, kw_only=True)
+class BlockBounds:
+    """The bounds of candidates of ``space``; what several of them share is found once."""
+
+    space: Space
+    _periods: dict[tuple[int, ...], Floats] = field(default_factory=dict, init=False)
+
+    def bottleneck_s(self, strategy: Strategy) -> float:
+        """No split of ``strategy`` has a shorter longest period, sends aside; inf where none fits."""
+        tables = self.space.tables(strategy)
+        kind, count = _most_repeated(tables.chain)
+        held = np.array([tables.in_flight(stage) for stage in range(strategy.pipeline)])
+        key = (
+            strategy.tensor,
+            strategy.micro_batch_size,
+            strategy.data,
+            strategy.zero_stage,
+            strategy.pipeline > 1,
+        )
+        known = self._periods.get(key)
+        if known is None or len(known) < held.max():
+            known = self._periods[key] = _periods_s(self.space, tables, kind, count, int(held.max()))
+        periods = known[held - 1].ravel()
+        return float(np.partition(periods, count - 1)[count - 1])
+
+
+def _periods_s(space: Space, tables: Tables, kind: int, count: int, most_held: int) -> Floats:
+    """[F, N] seconds of 1, 2, ... blocks with 1, 2, ... micro-batches in flight."""
+    chain, states, costs = tables.chain, tables.states, tables.chain.costs[kind]
+    blocks = np.arange(1.0, count + 1)
+    # A tied parameter is one for all blocks: left out.
+    own = [p for p in space.kinds(tables.strategy.tensor)[kind].parameters if not p.shared]
+    elements = float(sum(p.elements for p in own))
+    trainable = float(sum(p.elements for p in own if p.trainable))
+    capacity = tables.usable_bytes * (1 - MARGIN) - states.fixed_bytes
+    resident = states.per_element * elements + states.per_trainable * trainable
+    left = (capacity - blocks * resident) / (1 + states.reserve)
+    room = left - costs.passing_bytes - states.window_per_element * elements
+    extra = _least_extra_s(chain, kind, blocks, room, most_held)
+    extra[:, states.temporary_per_trainable * trainable * blocks > left] = math.inf
+    shown, _ = tables.least_data_axis(blocks * elements, blocks * trainable, blocks * costs.backward_s)
+    periods: Floats = blocks * (costs.period_s + costs.extra_s[chain.policies[0]]) + extra + shown
+    return periods
+
+
+def _most_repeated(chain: Chain) -> tuple[int, int]:
+    """The kind whose layers take longest together, and how many there are."""
+    counts = np.bincount(chain.kinds, minlength=len(chain.costs))
+    kind = int(np.argmax([n * c.period_s for n, c in zip(counts, chain.costs, strict=True)]))
+    return kind, int(counts[kind])
+
+
+def _least_extra_s(chain: Chain, kind: int, blocks: Floats, room: Floats, most_held: int) -> Floats:
+    """[F, N] the least recompute of so many layers of a kind, in part where that is less."""
+    costs = chain.costs[kind]
+    saved, held = blocks * costs.saved_bytes[chain.policies[0]], np.arange(1.0, most_held + 1)
+    fits = held[:, None] * saved + costs.window_bytes[chain.policies[0]] <= room
+    extra = np.where(fits, 0.0, math.inf)
+    row, column = np.nonzero(~fits)
+    if len(row) and chain.windows:
+        short, layers = room[column], blocks[column]
+        pieces = chain.kind_segments(kind)
+        relaxed = Relaxation(tuple(([ratio for _, ratio in p], [layers * bytes_ for bytes_, _ in p]) for p in pieces))
+        extra[row, column] = relaxed.least_extra_s([saved[column] - (short - w) / held[row] for w in chain.windows])
+    return extra
