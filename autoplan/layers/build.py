@@ -16,6 +16,7 @@ from torch.fx import Node
 
 from autoplan.capture.shapes import batch_symbol, bytes_at
 from autoplan.capture.types import Capture
+from autoplan.layers.experts import is_expert
 from autoplan.layers.facts import Facts, gather_facts, tensors
 from autoplan.layers.group import Group, group_nodes
 from autoplan.layers.kinds import Canon, Form, canonical_name
@@ -141,6 +142,7 @@ def _parameter(facts: Facts, group: Group, source: Node, shared: Mapping[str, st
         element_bytes=parameter.element_size(),
         trainable=parameter.requires_grad,
         shared=shared.get(canonical_name(facts, source), ""),
+        expert=is_expert(source),
     )
 
 
