@@ -38,3 +38,34 @@ def test_the_training_script_learns_the_same_alone_and_under_a_forced_plan() -> 
     planned = run("-m", "autoplan.cli", "run", script, *asked)
     assert "4 processes: pipeline 2 x tensor 2" in planned
     assert abs(last_loss(alone) - last_loss(planned)) <= 1e-4
+
+
+WIDE = """
+import torch
+from torch import nn
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(8192, 32768), nn.Linear(32768, 8192)
+
+    def forward(self, x):
+        return x + self.down(torch.relu(self.up(x)))
+
+
+def make():
+    with torch.device("meta"):
+        blocks = nn.Sequential(*(Block() for _ in range(16)))
+        return blocks, (torch.empty(64, 8192, dtype=torch.bfloat16),), lambda y: y.float().pow(2).mean()
+"""
+
+
+def test_the_cluster_of_two_kinds_gets_a_plan_that_uses_both(tmp_path: Path) -> None:
+    (tmp_path / "wide.py").write_text(WIDE)
+    cluster, model, plan = EXAMPLES / "two_kinds.toml", f"{tmp_path / 'wide.py'}:make", tmp_path / "plan.json"
+    asked = ("--gpus", str(cluster), "--global-batch", "65536", "--precision", "bf16", "-o", str(plan))
+    said = run("-m", "autoplan.cli", "plan", model, *asked)
+    assert "Layers are split over kinds by their pace" in said
+    explained = run("-m", "autoplan.cli", "explain", str(plan))
+    assert "on new" in explained and "on old" in explained

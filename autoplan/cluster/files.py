@@ -44,6 +44,7 @@ _ONE_KIND = ("device", "nodes", "gpus_per_node", "intra", "inter")
 _MIXED = ("groups", "between", "links")
 _LINK_FIELDS = ("name", "bytes_per_s", "gbit_per_s", "latency_s", "peers", "oversubscription")
 _BETWEEN_FIELDS = ("name", "bytes_per_s", "gbit_per_s", "latency_s", "oversubscription")
+_YOURS = " (your figures)"
 _DTYPES = ("bf16", "fp16", "tf32", "fp32", "fp64", "fp8", "fp4", "int8")
 _GROUPS = '[[groups]], then device = "H100", nodes = 2, gpus_per_node = 8, a line each'
 
@@ -210,5 +211,5 @@ def _link(described: object, default: Link, *, field: str, where: str, known: tu
     if "name" in described:
         changes["name"] = text(described, "name", place)
     elif changes:
-        changes["name"] = f"{default.name} (your figures)"
+        changes["name"] = f"{default.name.removesuffix(_YOURS)}{_YOURS}"
     return dataclasses.replace(default, **changes)

@@ -11,6 +11,7 @@ import dataclasses
 import functools
 import itertools
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -21,6 +22,7 @@ from autoplan.cluster import Cluster, Link
 from autoplan.cost_models import communication
 from autoplan.plan import Strategy
 from autoplan.search.bounds import least_bytes
+from autoplan.search.constraints import permits
 from autoplan.search.degrees import divisors
 from autoplan.search.forced import Forced
 from autoplan.search.problem import Problem
@@ -68,6 +70,8 @@ class MixedSpace:
     groups: tuple[int, ...]
     spaces: tuple[Space, ...]
     _tables: dict[tuple[int, Strategy], GroupTables] = field(default_factory=dict, init=False)
+    _work: dict[tuple[int, int], Work] = field(default_factory=dict, init=False)
+    _least: dict[tuple[str | int, ...], float] = field(default_factory=dict, init=False)
 
     @property
     def clusters(self) -> tuple[Cluster, ...]:
@@ -97,12 +101,73 @@ class MixedSpace:
         """Stages of ``strategy`` that a usable group can hold."""
         return slots(self.clusters[group], strategy.data, strategy.tensor)
 
+    def work(self, tensor: int, micro_batch: int) -> Work:
+        """A micro-batch through all layers, remembered."""
+        key = (tensor, micro_batch)
+        if key not in self._work:
+            chains = [each.chain(tensor, micro_batch) for each in self.spaces]
+            self._work[key] = _work(
+                np.stack([np.diff(chain.period) for chain in chains]),
+                np.stack([np.diff(chain.backward) for chain in chains]),
+            )
+        return self._work[key]
+
+    def around(self, strategy: Strategy) -> tuple[float, float, float]:
+        """Seconds that the data axis adds at least to all stages every micro-batch, and to the longest tail; and of the
+        quickest send between stages."""
+        mesh = strategy.tensor, strategy.data, strategy.zero_stage
+        every = self._remembered(("every", *mesh, strategy.micro_batch_size), lambda: self._every_s(strategy))
+        once = self._remembered(("once", *mesh, strategy.pipeline), lambda: self._once_s(strategy))
+        send = self._remembered(("send", strategy.tensor, strategy.micro_batch_size), lambda: self._send_s(strategy))
+        return every, once, send
+
+    def _remembered(self, key: tuple[str | int, ...], price: Callable[[], float]) -> float:
+        if key not in self._least:
+            self._least[key] = price()
+        return self._least[key]
+
+    def _every_s(self, strategy: Strategy) -> float:
+        if strategy.data == 1:
+            return 0.0
+        backward = np.array([self.work(strategy.tensor, strategy.micro_batch_size).backward_s])
+        return min(
+            float(each.tables(strategy).least_data_axis(*each.totals(strategy.tensor), backward)[0][0])
+            for each in self.spaces
+        )
+
+    def _once_s(self, strategy: Strategy) -> float:
+        """Of an even share of the parameters, which some stage has at least; what can be hidden is."""
+        least = []
+        for each in self.spaces:
+            tables = each.tables(strategy)
+            elements, trainable = (total / strategy.pipeline for total in each.totals(strategy.tensor))
+            shown = tables.least_data_axis(elements, trainable, np.array([math.inf]))[1]
+            least.append(float(shown[0]) + tables.optimizer_s(trainable))
+        return min(least)
+
+    def _send_s(self, strategy: Strategy) -> float:
+        least = self.spaces[0].chain(strategy.tensor, strategy.micro_batch_size).least_crossing
+        if not math.isfinite(least):
+            return 0.0
+        links = [link for cluster in self.clusters for link in (cluster.intra, cluster.inter)]
+        device = self.clusters[0]
+        return min(
+            communication.send_s(joined_by(device, link), least, 1) for link in (*links, *self.problem.cluster.between)
+        )
+
+    def least_bytes(self, strategy: Strategy) -> float:
+        """Bytes that all stages of one rank hold at least, without what is there whatever the layers."""
+        mesh = strategy.tensor, strategy.micro_batch_size, strategy.data, strategy.zero_stage
+        return self._remembered(("bytes", *mesh), lambda: min(least_bytes(each, strategy)[0] for each in self.spaces))
+
     @cached_property
     def candidates(self) -> tuple[Strategy, ...]:
         """Every legal strategy with at least two stages, in an order that depends on nothing else."""
-        if not _offered(self.forced) or len(self.spaces) < 2:
+        # Where stages are fixed, kinds side by side are not tried.
+        if not _offered(self.forced) or len(self.spaces) < 2 or self.problem.stages:
             return ()
-        return tuple(itertools.chain.from_iterable(self._of_mesh(*mesh) for mesh in self._meshes()))
+        listed = itertools.chain.from_iterable(self._of_mesh(*mesh) for mesh in self._meshes())
+        return tuple(strategy for strategy in listed if permits(self.problem, strategy))
 
     def _meshes(self) -> list[tuple[int, int, int]]:
         """(data, tensor, most stages)."""
@@ -166,6 +231,35 @@ def _offered(forced: Forced) -> bool:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Work:
+    """A micro-batch through all layers, each on the group that is best for it: seconds in all (``period_s``), of the
+    longest layer, weighed by the groups' ``speeds``; how many times as long each group takes at least; and the longest
+    that all backwards can take."""
+
+    period_s: float
+    longest_s: float
+    weighed: float
+    speeds: Floats
+    slowdown: tuple[float, ...]
+    backward_s: float
+
+
+def _work(layers: Floats, backward: Floats) -> Work:
+    """From [groups, layers] seconds of each layer, and of its backward."""
+    least = layers.min(axis=0)
+    speeds = 1 / np.maximum(layers.sum(axis=1), 1e-300)
+    ratios = np.min(np.where(least > 0, layers / np.maximum(least, 1e-300), math.inf), axis=1)
+    return Work(
+        period_s=float(least.sum()),
+        longest_s=float(least.max(initial=0.0)),
+        weighed=float((layers * speeds[:, None]).min(axis=0).sum()),
+        speeds=speeds,
+        slowdown=tuple(float(r) if math.isfinite(r) else 1.0 for r in ratios),
+        backward_s=float(backward.max(axis=0).sum()),
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class MixedBound:
     """No layout of a candidate takes less in closed form, nor in the simulator; ``fits``: none is ruled out by the sum
     of memory."""
@@ -178,34 +272,55 @@ class MixedBound:
 def bound_of(space: MixedSpace, strategy: Strategy) -> MixedBound:
     """A bound from each layer's time on the group that is best for it.
 
-    For any weights v_g > 0 the longest stage takes at least sum_l min_g v_g t_g(l) over the most that S stages can
-    weigh: with v = 1, and with v_g the speed of group g (the fastest GPUs count for most). Sum of periods: P = sum_l
-    min_g t_g(l). In the simulator stage s waits for all before it, forth and back: step >= sum_{i < s} T_i + M T_s;
-    the most that S stages can hold under that is step x (1 - (1 - 1/M)^S), and it must be P.
+    Longest stage: for any weights v_g > 0 at least sum_l min_g v_g t_g(l) over the most that S stages can weigh: with
+    v = 1, and with v_g the speed of group g (the fastest GPUs count for most). Sum of periods: group g takes at least
+    r_g = min_l t_g(l) / min_h t_h(l) times as long as the best, so of P = sum_l min_g t_g(l) its n_g stages hold at
+    most n_g B / r_g with a longest stage of B; what is over is with the next slower group. Together they are least at
+    the least B, or where a group is full. In the simulator stage s waits for all before it, forth and back: step >=
+    sum_{i < s} T_i + M T_s; the most that S stages can hold under that is step x (1 - (1 - 1/M)^S), and it must be P.
     """
-    held = [space.slots(group, strategy) for group in range(len(space.spaces))]
-    layers = _layer_seconds(space, strategy.tensor, strategy.micro_batch_size)
+    held = tuple(space.slots(group, strategy) for group in range(len(space.spaces)))
+    work = space.work(strategy.tensor, strategy.micro_batch_size)
     stages, micro_batches = strategy.pipeline, strategy.micro_batches
-    least = layers.min(axis=0)
-    period = float(least.sum())
-    speeds = 1 / np.maximum(layers.sum(axis=1), 1e-300)
-    weighed = float((layers * speeds[:, None]).min(axis=0).sum())
-    longest = max(period / stages, float(least.max(initial=0.0)), weighed / _most(held, speeds, stages))
-    simulated = max(micro_batches * longest, period / (1 - (1 - 1 / micro_batches) ** stages))
-    bottleneck = longest if strategy.schedule != "gpipe" else max(float(least.max(initial=0.0)), period / stages)
-    return MixedBound(
-        step_s=(micro_batches - 1) * bottleneck + period,
-        simulated_s=max(simulated, period),
-        fits=_fits(space, strategy, held),
-    )
+    every, once, send = space.around(strategy)
+    period = work.period_s + every
+    longest = max(period / stages, work.longest_s, work.weighed / _most(held, work.speeds, stages))
+    simulated = max(micro_batches * longest, period / (1 - (1 - 1 / micro_batches) ** stages), period)
+    step = _closed_form_s(strategy, work, held, longest, every, send)
+    return MixedBound(step_s=step + once, simulated_s=simulated, fits=_fits(space, strategy, held))
 
 
-def _layer_seconds(space: MixedSpace, tensor: int, micro_batch: int) -> Floats:
-    """[groups, layers] seconds of a micro-batch through each layer."""
-    return np.stack([np.diff(each.chain(tensor, micro_batch).period) for each in space.spaces])
+def _closed_form_s(
+    strategy: Strategy, work: Work, held: tuple[int, ...], longest_s: float, every_s: float, send_s: float
+) -> float:
+    """(M - 1) B + sum of periods and sends, at the B from which on it grows."""
+    stages, steps = strategy.pipeline, strategy.micro_batches - 1
+    sends = 2 * (stages - 1) * send_s
+    if strategy.schedule != "gpipe":  # an even share of the sends is in the longest period
+        longest_s = max(longest_s, (work.period_s + every_s + sends) / stages)
+    order = sorted(range(len(held)), key=lambda g: work.slowdown[g])
+    counts, left = [], stages
+    for group in order:
+        counts.append(min(left, held[group]))
+        left -= counts[-1]
+    rates = [work.slowdown[group] for group in order]
+    # B at which the groups up to here hold everything: the sum of periods bends there.
+    full = np.cumsum([count / rate for count, rate in zip(counts, rates, strict=True)])
+    bends = [work.period_s / float(share) for share in full if share > 0]
+    tried = [longest_s, *(bend for bend in bends if bend > longest_s)]
+    return min(steps * b + _sum_s(work.period_s, counts, rates, b) for b in tried) + every_s + sends
 
 
-def _most(held: list[int], weights: Floats, stages: int) -> float:
+def _sum_s(period_s: float, counts: list[int], rates: list[float], longest_s: float) -> float:
+    """The least sum of periods with no stage longer than ``longest_s`` (the last group takes what is over)."""
+    total = 0.0
+    for count, rate in zip(counts, rates, strict=True):
+        taken = min(period_s, count * longest_s / rate)
+        total, period_s = total + taken * rate, period_s - taken
+    return total + period_s * rates[-1]
+
+
+def _most(held: tuple[int, ...], weights: Floats, stages: int) -> float:
     """The most that ``stages`` stages on the groups' slots can weigh."""
     total = 0.0
     for group in sorted(range(len(held)), key=lambda g: -weights[g]):
@@ -214,16 +329,13 @@ def _most(held: list[int], weights: Floats, stages: int) -> float:
     return total
 
 
-def _fits(space: MixedSpace, strategy: Strategy, held: list[int]) -> bool:
+def _fits(space: MixedSpace, strategy: Strategy, held: tuple[int, ...]) -> bool:
     """Whether the stages with the most memory hold what all need at least."""
-    room, needed = [], math.inf
-    for each in space.spaces:
-        room.append(each.problem.usable_bytes * (1 - MARGIN) - each.states(strategy).fixed_bytes)
-        needed = min(needed, least_bytes(each, strategy)[0])
-    return (
-        _most([count if r > 0 else 0 for count, r in zip(held, room, strict=True)], np.array(room), strategy.pipeline)
-        >= needed
+    room = np.array(
+        [each.problem.usable_bytes * (1 - MARGIN) - each.states(strategy).fixed_bytes for each in space.spaces]
     )
+    roomy = tuple(count if r > 0 else 0 for count, r in zip(held, room, strict=True))
+    return _most(roomy, room, strategy.pipeline) >= space.least_bytes(strategy)
 
 
 def open_mixed_space(problem: Problem, forced: Forced, groups: tuple[int, ...]) -> MixedSpace:

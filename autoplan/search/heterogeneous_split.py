@@ -82,10 +82,10 @@ def solve_seats(
 ) -> Layout | None:
     """The best layout, if it costs at most ``cutoff_s``; None where nothing fits or everything costs more. ``solver``
     None: the dynamic program alone."""
-    floor = floor_of(seats)
-    steps = seats.strategy.micro_batches - 1
-    if floor is None or steps * floor.bottleneck_s + floor.sum_s + floor.tail_s > cutoff_s:
+    floor = floor_of(seats, cutoff_s=cutoff_s)
+    if floor is None:
         return None
+    steps = seats.strategy.micro_batches - 1
     # A hair above, so that rounding never drops the path that gives the bound.
     first = _least_sum(seats, floor.bottleneck_s * (1 + 1e-12))
     limit = min(cutoff_s, first) * (1 + 1e-9)
@@ -118,17 +118,24 @@ def _forward(
     return reached
 
 
-def floor_of(seats: Seats) -> Floor | None:
-    """The least of each term; None where no layout fits."""
+def floor_of(seats: Seats, *, cutoff_s: float = math.inf) -> Floor | None:
+    """The least of each term; None where no layout fits or they cost more than ``cutoff_s`` together."""
     if not seats.stages[0]:
         return None
-    least = []
+    steps = seats.strategy.micro_batches - 1
+    least: list[float] = []
+    spent = 0.0
     for term, join in ((0, np.maximum), (1, np.add), (2, np.maximum)):
-        ends = _forward(seats, lambda s, m, term=term: seats.priced(s, seats.moves[s][m])[term], join)  # type: ignore[misc]
+        ends = _forward(seats, _term(seats, term), join)
         least.append(float(ends[-1][0, -1]))
-    if not math.isfinite(least[0]):
-        return None
+        spent += steps * least[0] if term == 0 else least[-1]
+        if not math.isfinite(least[-1]) or spent > cutoff_s:
+            return None
     return Floor(bottleneck_s=least[0], sum_s=least[1], tail_s=least[2])
+
+
+def _term(seats: Seats, term: int) -> Callable[[int, int], Floats]:
+    return lambda stage, number: seats.priced(stage, seats.moves[stage][number])[term]
 
 
 def _least_sum(seats: Seats, period_at_most_s: float) -> float:
