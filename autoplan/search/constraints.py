@@ -17,6 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from autoplan.errors import StrategyError
+from autoplan.plan import Strategy
 from autoplan.search.boundaries import read_stages
 from autoplan.search.degrees import Candidates
 from autoplan.search.problem import Problem
@@ -87,13 +88,21 @@ def allowed(problem: Problem, candidates: Candidates) -> Candidates:
     return dataclasses.replace(candidates, **columns)
 
 
-def _stays_inside(candidates: Candidates, axis: str, gpus_per_node: int) -> NDArray[np.bool_]:
+def permits(problem: Problem, strategy: Strategy) -> bool:
+    """Whether one strategy keeps to the ranges of ``problem``, and to the axes that stay inside a node."""
+    clusters = problem.cluster.groups or (problem.cluster,)
+    in_range = all(found.allows(np.array([getattr(strategy, key)])).all() for key, found in problem.ranges.items())
+    node = min(cluster.gpus_per_node for cluster in clusters)
+    return in_range and all(bool(_stays_inside(strategy, axis, node)) for axis in problem.inside_node)
+
+
+def _stays_inside(each: Candidates | Strategy, axis: str, gpus_per_node: int) -> NDArray[np.bool_] | bool:
     """Whether no group of ``axis`` crosses a node: ranks are laid out tensor first, then data, then pipeline."""
-    inner = {"tensor": candidates.tensor, "data": candidates.tensor * candidates.data, "pipeline": candidates.gpus}
+    inner: dict[str, Any] = {"tensor": each.tensor, "data": each.tensor * each.data, "pipeline": each.gpus}
     if axis not in inner:
-        return np.ones(len(candidates), dtype=bool)  # an axis that no candidate has
-    fits = (gpus_per_node % inner[axis] == 0) | (candidates.gpus <= gpus_per_node)
-    return fits | (getattr(candidates, axis) == 1)
+        return True  # it lies inside the data axis, or no candidate has it
+    fits = (gpus_per_node % inner[axis] == 0) | (each.gpus <= gpus_per_node)
+    return fits | (getattr(each, axis) == 1)
 
 
 Limited = tuple[Problem, str]

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from autoplan.cluster import Cluster
 from autoplan.plan import Alternative, Axis, Certificate, ClusterSummary, GroupSummary, Plan, Predicted, Stage, Strategy
 from autoplan.search.axes import axes
+from autoplan.search.constraints import asked
 from autoplan.search.engine import TOLERANCE, Engine, Found
 from autoplan.search.evaluate import Evaluation, evaluate_decision, plan_stages, predicted
 from autoplan.search.families import gib
@@ -83,7 +84,7 @@ def _across(searched: Searched, found: MixedFound) -> tuple[Plan, list[int]]:
         model=model_summary(problem),
         cluster=_summary(problem.cluster, []),
         strategy=chosen.strategy,
-        forced=dict(problem.forced),
+        forced=dict(asked(problem)),
         stages=_stages(problem.cluster, evaluation, on),
         predicted=_predicted(searched, evaluation, chosen),
         certificate=_own_certificate(found, evaluation),

@@ -11,6 +11,7 @@ from autoplan.errors import InfeasibleError, StrategyError
 from autoplan.plan import Plan, Strategy
 from autoplan.search import search
 from tests.support.layer_graphs import GIB, Dense, cluster, problem
+from tests.support.mixed import group, mixed
 
 # 1.6 G parameters: 24 GiB of state on cards of 16 GiB.
 LARGE = [Dense(elements=100_000_000)] * 16
@@ -185,3 +186,19 @@ def test_a_conflict_over_memory_is_named() -> None:
         search(problem(LARGE, cluster(2), forced={"zero_stage": 0, "pipeline": 1, "tensor": 1, "data": "<=8"}))
     assert "`zero_stage` 0" in caught.value.what and "contradict each other" in caught.value.what
     assert "data" not in caught.value.what.split(";")[-1]
+
+
+@pytest.mark.parametrize(
+    ("forced", "holds"),
+    [
+        ({"data": "<=1"}, lambda s: s.data == 1),
+        ({"tensor": "!=1", "pipeline": ">=2"}, lambda s: s.tensor > 1 and s.pipeline > 1),
+        ({"inside_node": "tensor,data"}, lambda s: s.data * s.tensor <= 2),
+        ({"stages": "0-9,10-15"}, lambda s: s.pipeline == 2),
+        ({"max_gpus": 2}, lambda s: s.gpus <= 2),
+    ],
+)
+def test_limits_hold_on_clusters_of_several_kinds(forced: dict[str, Any], holds: Callable[[Strategy], bool]) -> None:
+    machines = mixed([group(2, nodes=2, memory_gib=16), group(2, speed=0.5, memory_gib=16)], between=25e9)
+    plan = search(problem(LARGE, machines, forced=forced))
+    assert holds(plan.strategy) and plan.forced == forced
