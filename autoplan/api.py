@@ -48,7 +48,9 @@ def plan(
     whose dimension 0 is the global batch unless ``global_batch`` says otherwise; a Hugging Face model needs none.
     ``loss_fn(output)`` or ``loss_fn(output, *targets)`` makes the loss of a model that returns none: its targets are
     the last elements of the tuple, or the dict's keys that its parameters name and ``forward`` does not take.
-    ``strategy`` forces some keys (data, tensor, pipeline, zero_stage, micro_batch_size, schedule, ...); the rest is
+    ``strategy`` forces some keys (data, tensor, pipeline, zero_stage, micro_batch_size, schedule, ...) or bounds them
+    (``{"pipeline": "<=4", "tensor": "1|2"}``), and holds limits: ``memory_headroom``, ``max_gpus``, ``stages`` (the
+    layers of each, ``"0-15,16-31"``, or the first of each) and ``inside_node`` (axes that cross no node); the rest is
     planned. Raises :class:`InfeasibleError` where nothing fits, other :class:`AutoplanError` for bad input.
     """
     return _answer(

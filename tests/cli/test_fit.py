@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from autoplan.errors import InfeasibleError
 from tests.support.cli import Invoke
 
 TINY = {"model_type": "gpt2", "n_embd": 96, "n_layer": 2, "n_head": 6, "n_positions": 128, "vocab_size": 512}
@@ -64,3 +65,15 @@ def test_headroom_is_an_option_and_a_key(invoke: Invoke, tmp_path: Path) -> None
         assert found["headroom_bytes"] >= found["memory_bytes"] / 2
     refused = invoke(*asked, "--headroom", "150%")
     assert refused.exit_code == 2 and "memory_headroom" in refused.stderr
+
+
+def test_no_number_of_gpus_holds_one_sample(invoke: Invoke, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object, **__: object) -> None:
+        raise InfeasibleError("wide does not fit", short_by_bytes=2.0**30, term="saved_activations")
+
+    monkeypatch.setattr("autoplan.min_gpus", refuse)
+    said = invoke("min-gpus", "gpt2", "--gpu", "T4")
+    assert said.exit_code == 1 and said.stderr.startswith("error: wide does not fit")
+    answered = invoke("min-gpus", "gpt2", "--gpu", "T4", "--json")
+    found = json.loads(answered.stdout)
+    assert answered.exit_code == 1 and found["feasible"] is False and found["short_by_bytes"] == 2.0**30
