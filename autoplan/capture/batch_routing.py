@@ -25,6 +25,7 @@ from autoplan.capture.batch_state import (
     RowIds,
     Rows,
     Slots,
+    Starts,
     State,
     Straight,
 )
@@ -37,10 +38,32 @@ def _arange(flow: Flow, node: Node, a: Arguments) -> State:
     size = flow.shape(node)[0]
     if not flow.sizes.grows(node):
         return Free()
-    if not flow.sizes.scales(size) or a.get("start", 0) != 0 or a.get("step", 1) != 1:
+    start, step = a.get("start", 0), a.get("step", 1)
+    if not flow.sizes.scales(size) or start != 0 or not isinstance(step, int) or step < 1:
         return flow.couple(node, "the values depend on where a sample stands in the batch")
+    if step > 1:
+        return Starts(runs=size // flow.sizes.batch, step=step)
     table = Straight(outer=1, inner=size // flow.sizes.batch)
     return RowIds(dim=0, order=table, table=table)
+
+
+@rule("embedding_bag _embedding_bag")
+def _embedding_bag(flow: Flow, node: Node, a: Arguments) -> State:
+    """Bags of equally many rows, as ``nn.EmbeddingBag`` makes them of [B, k] indices, hold one sample's rows each."""
+    rows, starts = flow.state(a["indices"]), flow.state(a["offsets"])
+    weights = a.get("per_sample_weights")
+    if isinstance(rows, Mixed) or isinstance(starts, Mixed):
+        return Mixed()
+    if not (isinstance(rows, Rows) and isinstance(starts, Starts) and isinstance(flow.state(a["weight"]), Free)):
+        return flow.couple(node, "a bag may hold values of several samples")
+    alone = rows.order == Straight(outer=1, inner=starts.runs * starts.step) and flow.rank(a["indices"]) == 1
+    if not alone or a.get("include_last_offset") or (weights is not None and flow.state(weights) != rows):
+        return flow.couple(node, "a bag may hold values of several samples")
+    if a.get("scale_grad_by_freq"):
+        return flow.couple(node, "gradients are scaled by how often an index comes in the batch")
+    if any(len(user.users) and user.args[1] != 0 for user in node.users):
+        return flow.couple(node, "it uses a value of the whole batch")
+    return (Rows(dim=0, order=Straight(outer=1, inner=starts.runs)), Mixed(), Mixed(), Mixed())
 
 
 @rule("sort argsort")

@@ -10,6 +10,7 @@ state          the value
 ``RowIds``     numbers of rows in a table of rows (``arange(batch)``, the permutation that ``sort`` gives)
 ``Slots``      the inverse of such a permutation
 ``Offsets``    how many rows each expert gets, in the order of that permutation
+``Starts``     where runs of equally many rows begin (``arange(0, batch * k, k)``): a part's are the whole's first
 ``Reduced``    a linear function of sums and means over the samples: what a loss is made of
 ``Total``      a function of sums over the inputs alone (counts): known for the whole batch before the model runs
 ``Mixed``      anything else; the reason was recorded where it arose
@@ -86,6 +87,14 @@ class Offsets:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Starts:
+    """``runs`` a sample of ``step`` rows each."""
+
+    runs: int
+    step: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Reduced:
     """``terms``: the reductions it is made of. ``total``: made of sums of the inputs alone, so it may be a Total."""
 
@@ -103,7 +112,7 @@ class Mixed:
     pass
 
 
-State = Free | Rows | RowIds | Slots | Offsets | Reduced | Total | Mixed | tuple["State", ...]
+State = Free | Rows | RowIds | Slots | Offsets | Starts | Reduced | Total | Mixed | tuple["State", ...]
 PerRow = (Rows, RowIds, Slots)
 
 

@@ -63,8 +63,8 @@ def test_any_convex_stages_train_to_the_single_process_numbers(
 
 @pytest.mark.parametrize("pipeline", [pytest.param(2, marks=pytest.mark.wide), 3])
 def test_compile_cuts_across_the_towers(pipeline: int) -> None:
-    model, batch = in_double(*two_towers(features=64, layers=(4, 2) if pipeline == 2 else (4, 4)))
-    strategy = {"data": 1, "tensor": 1, "pipeline": pipeline, "micro_batch_size": 2}
+    model, batch = in_double(*two_towers(features=64, layers=(4, 2) if pipeline == 2 else (4, 4), bags=True))
+    strategy = {"data": 1, "tensor": 1, "pipeline": pipeline, "micro_batch_size": 2, "schedule": "1f1b"}
     expected = train_alone(model, [batch] * STEPS)
     for names, found in run_ranks(compiled, pipeline, model, batch, strategy):
         layers = build_layers(capture_double(model, batch)[2])
