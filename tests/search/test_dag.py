@@ -14,13 +14,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
+from autoplan.cluster import Cluster
 from autoplan.layers.order import in_order_of, reordered
 from autoplan.layers.types import Edge, LayerGraph
 from autoplan.plan import Strategy
 from autoplan.search import search
+from autoplan.search.bounds import lower_bounds
 from autoplan.search.dag import down_sets, is_branching
 from autoplan.search.dag_transfers import transfers
-from autoplan.search.engine import solve_strategy
+from autoplan.search.engine import Engine, solve_strategy
 from autoplan.search.evaluate import evaluate_decision, stage_costs
 from autoplan.search.problem import Problem
 from autoplan.search.space import Space, open_space
@@ -181,6 +183,34 @@ def test_the_stages_are_the_best_of_all_convex_partitions(
     )
     again = solve_strategy(open_space(asked), strategy, solver=solver)  # type: ignore[arg-type]
     assert again is not None and again.split == split
+
+
+@settings(max_examples=30, deadline=None)
+@given(questions())
+def test_bounds_hold_and_the_search_finds_the_best_candidate(question: tuple[Problem, Strategy]) -> None:
+    asked = dataclasses.replace(question[0], cluster=_with_gpus(question[0], 4), schedules=("1f1b", "gpipe"))
+    space = open_space(asked)
+    bounds, best = lower_bounds(space, space.candidates), math.inf
+    for index in range(len(space.candidates)):
+        strategy = space.candidates.strategy(index)
+        solution = solve_strategy(space, strategy)
+        if solution is None or solution.split is None:
+            continue
+        best = min(best, solution.split.value_s)
+        priced = evaluate_decision(space.ordered(solution.split.order), strategy, solution.split.cuts)
+        assert bounds.short_bytes[index] <= 0, strategy
+        assert bounds.step_s[index] <= solution.split.value_s * (1 + 1e-9), strategy
+        assert bounds.simulated_s[index] <= priced.step_s * (1 + 1e-9), strategy
+        assert solution.simulated_bound_s <= priced.step_s * (1 + 1e-9), strategy
+    found = Engine(space=open_space(asked), solver=None).run()
+    if best == math.inf:
+        assert found is None
+    else:
+        assert found is not None and found.best.value_s == pytest.approx(best, rel=1e-9)
+
+
+def _with_gpus(asked: Problem, gpus: int) -> Cluster:
+    return cluster(gpus, memory_gib=asked.cluster.device.memory_bytes / 2**30)
 
 
 # --------------------------------------------------------------------------------------------- what it is worth
