@@ -7,6 +7,8 @@
 Before that the examples of a kind are compared node by node: operators, arguments, shapes, strides, dtypes and the
 modules around them, with inner nodes by their place, inputs by their slot, and parameters by their path in the block.
 What a block reads otherwise must be the same value in every example; what it makes is read outside only as its output.
+Sizes (numbers that follow from the batch's) are compared as expressions: the trace computes each once, in the first
+block that needs it, and all later ones read it there.
 """
 
 from __future__ import annotations
@@ -50,7 +52,14 @@ def unfold(graph_module: GraphModule, folding: Folding, prefix: str) -> None:
     Raises Unalike where the examples of a kind differ, or reach past their marks.
     """
     folding.check()
-    graph = graph_module.graph
+    try:
+        _unfold(graph_module.graph, folding, prefix)
+    except Unalike as error:
+        folding.refuse(str(error))
+        raise
+
+
+def _unfold(graph: Graph, folding: Folding, prefix: str) -> None:
     examples = {number: _example(graph, folding, number, prefix) for number in _numbers(graph, ENTER)}
     chosen = _compared(examples, folding)
     attributes = {str(node.target): node for node in graph.nodes if node.op == "get_attr"}
@@ -99,12 +108,15 @@ def _compared(examples: dict[int, _Example], folding: Folding) -> dict[int, _Exa
         returned = [folding.calls[number].returned for number in numbers]
         if any(form != forms[0] for form in forms) or any(each != returned[0] for each in returned):
             raise Unalike(f"{examples[numbers[-1]].path} is not traced as {examples[numbers[0]].path} is")
+        if any(_is_size(node) for node in examples[numbers[-1]].nodes):
+            raise Unalike(f"{examples[numbers[-1]].path} computes a size that no block before it needed")
     return {example: examples[numbers[-1]] for example, numbers in alike.items()}
 
 
 def _form(example: _Example) -> list[Any]:
     """All that the block's part of the graph is, names of the block aside."""
-    inner = {node: place for place, node in enumerate(example.nodes)}
+    working = [node for node in example.nodes if not _is_size(node)]
+    inner = {node: place for place, node in enumerate(working)}
     slots = {node: slot for slot, node in reversed([*enumerate(example.inputs)])}
     outputs = set(example.outputs)
 
@@ -115,14 +127,16 @@ def _form(example: _Example) -> list[Any]:
             return ("input", slots[node])
         if node.op == "get_attr" and str(node.target).startswith(f"{example.path}."):
             return ("own", str(node.target).removeprefix(example.path))
-        if _is_common(node):
+        if _is_size(node):
+            return ("size", node.meta["val"].node.expr)
+        if node.op == "get_attr":
             return ("outer", node.name)
         raise Unalike(f"{example.path} reads {node.name}, which it is not given")
 
     lines: list[Any] = []
-    for node in example.nodes:
-        if node.op != "call_function" or "unbacked_bindings" in node.meta:
-            raise Unalike(f"{example.path} holds {node.name}, which is not to be copied")
+    if any(node.op != "call_function" or "unbacked_bindings" in node.meta for node in example.nodes):
+        raise Unalike(f"{example.path} holds what is not to be copied: submodules, or sizes that depend on data")
+    for node in working:
         if node not in outputs and any(user not in inner for user in node.users):
             raise Unalike(f"{node.name} is read outside of {example.path}, which does not return it")
         arguments = _text(node.args, refer), _text(node.kwargs, refer)
@@ -134,9 +148,8 @@ def _form(example: _Example) -> list[Any]:
     return lines
 
 
-def _is_common(node: Node) -> bool:
-    """Whether a block may read this without being given it: a tensor of the model's, or a size."""
-    return node.op == "get_attr" or isinstance(node.meta.get("val"), (SymInt, SymFloat, SymBool))
+def _is_size(node: Node) -> bool:
+    return isinstance(node.meta.get("val"), (SymInt, SymFloat, SymBool))
 
 
 def _text(value: Any, refer: Callable[[Node], Any]) -> Any:
@@ -187,7 +200,7 @@ def _write_out(node: Node, example: _Example, path: str, attributes: dict[str, N
             return copies[source]
         if source.op == "get_attr" and str(source.target).startswith(f"{example.path}."):
             return _attribute(source, path + str(source.target).removeprefix(example.path), attributes)
-        if not _is_common(source):
+        if source.op != "get_attr" and not _is_size(source):
             raise Unalike(f"{example.path} reads {source.name}, which it is not given")
         return source
 
