@@ -276,8 +276,7 @@ def bound_of(space: MixedSpace, strategy: Strategy) -> MixedBound:
     v = 1, and with v_g the speed of group g (the fastest GPUs count for most). Sum of periods: group g takes at least
     r_g = min_l t_g(l) / min_h t_h(l) times as long as the best, so of P = sum_l min_g t_g(l) its n_g stages hold at
     most n_g B / r_g with a longest stage of B; what is over is with the next slower group. Together they are least at
-    the least B, or where a group is full. In the simulator stage s waits for all before it, forth and back: step >=
-    sum_{i < s} T_i + M T_s; the most that S stages can hold under that is step x (1 - (1 - 1/M)^S), and it must be P.
+    the least B, or where a group is full. The simulator's: :func:`_simulated_s`.
     """
     held = tuple(space.slots(group, strategy) for group in range(len(space.spaces)))
     work = space.work(strategy.tensor, strategy.micro_batch_size)
@@ -285,9 +284,29 @@ def bound_of(space: MixedSpace, strategy: Strategy) -> MixedBound:
     every, once, send = space.around(strategy)
     period = work.period_s + every
     longest = max(period / stages, work.longest_s, work.weighed / _most(held, work.speeds, stages))
-    simulated = max(micro_batches * longest, period / (1 - (1 - 1 / micro_batches) ** stages), period)
+    simulated = max(micro_batches * longest, _simulated_s(strategy, work, held, 2 * (stages - 1) * send), period)
     step = _closed_form_s(strategy, work, held, longest, every, send)
     return MixedBound(step_s=step + once, simulated_s=simulated, fits=_fits(space, strategy, held))
+
+
+def _simulated_s(strategy: Strategy, work: Work, held: tuple[int, ...], sends_s: float) -> float:
+    """Seconds of a simulated step that no layout beats.
+
+    Stage s waits for all before it, forth and back: step >= sum_{i < s} T_i + M T_s, so that any k stages hold at most
+    step x (1 - (1 - 1/M)^k). Under 1F1B with M > S besides (:mod:`autoplan.search.simulated`; P all periods, D all
+    sends) step - P - D >= sum_{i > s} T_i + (M - S + s) T_s, so that any k stages hold at most (step - P - D) x
+    k / (M - S + k - 1). What stages hold, divided by their groups' slowdown, must be the work: the fastest first.
+    """
+    stages, micro_batches = strategy.pipeline, strategy.micro_batches
+    speeds = [
+        1 / work.slowdown[g] for g in sorted(range(len(held)), key=lambda g: work.slowdown[g]) for _ in range(held[g])
+    ]
+    falls = -np.diff(np.array([*speeds[:stages], 0.0]))
+    k = np.arange(1, stages + 1)
+    least = work.period_s / float(falls @ (1 - (1 - 1 / micro_batches) ** k))
+    if strategy.schedule != "1f1b" or micro_batches <= stages:
+        return least
+    return max(least, work.period_s + sends_s + work.period_s / float(falls @ (k / (micro_batches - stages + k - 1))))
 
 
 def _closed_form_s(
