@@ -131,7 +131,11 @@ class Stage:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Predicted:
-    """What the cost models say of one step. ``time_terms`` are seconds and sum to ``step_time_s``."""
+    """What the cost models say of one step. ``time_terms`` are seconds and sum to ``step_time_s``.
+
+    ``host_load_bytes``: of a node's memory while each of its processes holds the whole model, as it is given to
+    ``compile`` (nothing, where parameters are on meta).
+    """
 
     __pydantic_config__: ClassVar[ConfigDict] = _STRICT
 
@@ -143,6 +147,7 @@ class Predicted:
     bubble_fraction: float
     exposed_communication_s: float
     time_terms: dict[str, float]
+    host_load_bytes: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

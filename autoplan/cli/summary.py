@@ -57,7 +57,8 @@ def _fact_lines(plan: Plan) -> dict[str, list[str]]:
         ],
         "Memory": [
             f"{size(predicted.peak_memory_bytes)} at the peak, on the fullest GPU of "
-            f"{size(plan.cluster.memory_of(fullest))}"
+            f"{size(plan.cluster.memory_of(fullest))}",
+            *_host(plan),
         ],
         "Proof": [
             f"{proof.status}, gap {percent(proof.gap)}: {proof.considered} plans considered, "
@@ -73,6 +74,15 @@ def _simulated(plan: Plan) -> list[str]:
     if not proof.confirmed or proof.simulated_gap <= NEGLIGIBLE:
         return []
     return [f"that is in closed form; simulated, no plan is more than {percent(proof.simulated_gap)} shorter"]
+
+
+def _host(plan: Plan) -> list[str]:
+    """What loading takes of a node's own memory."""
+    if not plan.predicted.host_load_bytes:
+        return []
+    processes = min(plan.gpus_used, plan.cluster.gpus_per_node)
+    loading = f"its {processes} processes load" if processes > 1 else "the process loads"
+    return [f"{size(plan.predicted.host_load_bytes)} of host memory a node while {loading} the model whole"]
 
 
 def _memory(plan: Plan) -> str:

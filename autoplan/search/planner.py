@@ -6,7 +6,9 @@ import dataclasses
 import math
 import time
 
-from autoplan.plan import Certificate, ClusterSummary, Plan
+from autoplan.cost_models.precision import dtype_bytes
+from autoplan.cost_models.timeline import host_load_bytes
+from autoplan.plan import Certificate, ClusterSummary, Plan, Strategy
 from autoplan.search.axes import axes
 from autoplan.search.cases import case
 from autoplan.search.constraints import asked, freed
@@ -103,13 +105,19 @@ def _plan(engine: Engine, found: Found, evaluation: Evaluation) -> Plan:
         strategy=strategy,
         forced=dict(asked(problem)),
         stages=plan_stages(evaluation),
-        predicted=predicted(space, evaluation),
+        predicted=dataclasses.replace(predicted(space, evaluation), host_load_bytes=_host_bytes(problem, strategy)),
         certificate=_certificate(found, evaluation),
         case=case(problem, evaluation, families),
         axes=axes(space, evaluation),
         alternatives=alternatives(families, evaluation, forced=bool(problem.forced)),
         assumptions=assumptions(problem, strategy),
     )
+
+
+def _host_bytes(problem: Problem, strategy: Strategy) -> float:
+    layers = problem.layers
+    processes = min(strategy.gpus, problem.cluster.gpus_per_node)
+    return host_load_bytes(layers.parameters, element_bytes=dtype_bytes(layers.dtype), processes=processes)
 
 
 def _cluster(problem: Problem) -> ClusterSummary:

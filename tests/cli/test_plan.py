@@ -84,6 +84,7 @@ def test_the_json_object_is_the_contract(tiny: str) -> None:
         "peak_memory_bytes",
         "bubble_fraction",
         "exposed_communication_s",
+        "host_load_bytes",
     }
     assert set(found["certificate"]) >= {"status", "lower_bound_s", "gap"}
     assert set(found["seconds"]) == {"capture", "search"}
