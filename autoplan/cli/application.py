@@ -21,7 +21,9 @@ from autoplan.cli import (
     doctor,
     emit,
     explain,
+    export,
     fit,
+    import_,
     min_gpus,
     models,
     plan,
@@ -126,6 +128,8 @@ application.command("report")(report.report)
 application.command("diff")(diff.diff)
 application.command("verify")(verify.verify)
 application.command("emit")(emit.emit)
+application.command("export")(export.export)
+application.command("import")(import_.import_)
 application.command(
     "run", context_settings={"allow_extra_args": True, "ignore_unknown_options": True, "allow_interspersed_args": True}
 )(run.run)

@@ -1,0 +1,54 @@
+"""``autoplan export``: a plan as settings of another tool."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from autoplan.cli import console, options
+
+
+def export(
+    plan: options.PlanFile,
+    to: Annotated[
+        str,
+        typer.Option(
+            "--to",
+            metavar="TOOL",
+            help="torchtitan, megatron, deepspeed, accelerate, fsdp2, transformers, slurm or kubernetes.",
+        ),
+    ],
+    output: Annotated[
+        Path | None,
+        typer.Option("-o", "--output", metavar="DIR", help="Write the files here instead of printing them."),
+    ] = None,
+    json: options.Json = False,
+) -> None:
+    """Write a plan as another tool's configuration, and say what that tool cannot express of it.
+
+    Example: autoplan export plan.json --to megatron -o megatron
+    """
+    import autoplan
+    from autoplan.export.targets import target_named
+    from autoplan.export.write import write_files
+
+    target = target_named(to)
+    exported = target.export(autoplan.Plan.load(plan))
+    if output is not None:
+        write_files(exported.files, output)
+    if json:
+        answer = {
+            "target": target.name,
+            "files": exported.files,
+            "launch": exported.launch,
+            "lost": list(exported.lost),
+        }
+        console.result_json({"schema": 1, **answer})
+        return
+    for name, text in exported.files.items():
+        typer.echo(f"wrote {output / name}" if output is not None else f"# {name}\n{text.rstrip()}\n")
+    typer.echo(f"run: {exported.launch}")
+    for lost in exported.lost:
+        typer.echo(f"{target.name} cannot express {lost}")
