@@ -173,14 +173,22 @@ def _held(schedule: str, rank: int, stages: int, micro_batches: int, virtual_sta
 
 
 def _moments(actions: Iterable[Action], own: Sequence[int]) -> set[Held]:
+    """What is held ahead of the actions that let go of something: no moment between holds more."""
     index = {stage: chunk for chunk, stage in enumerate(own)}
     activations, weights = [0] * len(own), [0] * len(own)
     found = set()
     for stage, kind, _ in actions:
-        activations[index[stage]] += {"F": 1, "W": 0}.get(kind, -1)
-        weights[index[stage]] += {"I": 1, "W": -1}.get(kind, 0)
-        found.add(Held(tuple(activations), tuple(weights)))
-    return found
+        chunk = index[stage]
+        if kind == "F":
+            activations[chunk] += 1
+            continue
+        found.add((*activations, *weights))
+        if kind == "W":
+            weights[chunk] -= 1
+        else:
+            activations[chunk] -= 1
+            weights[chunk] += kind == "I"
+    return {Held(moment[: len(own)], moment[len(own) :]) for moment in found}
 
 
 def _largest(moments: Iterable[Held]) -> list[Held]:

@@ -137,12 +137,16 @@ def stage_memory(
     recompute: Sequence[str],
     shared_elements: int = 0,
     received_bytes: float = 0.0,
+    in_flight: Sequence[int] | None = None,
+    put_aside_bytes: float = 0.0,
 ) -> dict[str, float]:
     """Bytes by term on the worst GPU of stage ``stage`` (0-based); ``recompute`` has a policy for each layer.
 
     ``kinds_of_stage`` are the layers as one tensor rank holds them. ``shared_elements`` are parameters that the stage
     keeps a copy of beside its layers' own (a tied embedding on the last stage). ``received_bytes`` a micro-batch are
-    kept of what earlier stages send, beyond what the layers count (a skip's other end).
+    kept of what earlier stages send, beyond what the layers count (a skip's other end). ``in_flight``: the
+    micro-batches held of each layer, where that is not what the schedule says of even chunks; ``put_aside_bytes``: what
+    is held for weight gradients that come later.
     """
     parts = stage_parts(
         kinds_of_stage,
@@ -153,6 +157,8 @@ def stage_memory(
         recompute=recompute,
         shared_elements=shared_elements,
         received_bytes=received_bytes,
+        in_flight=in_flight,
+        put_aside_bytes=put_aside_bytes,
     )
     backward, step = parts.backward, parts.step
     moment, other = (backward, step) if sum(backward.values()) >= sum(step.values()) else (step, backward)
@@ -186,6 +192,8 @@ def stage_parts(
     recompute: Sequence[str],
     shared_elements: int = 0,
     received_bytes: float = 0.0,
+    in_flight: Sequence[int] | None = None,
+    put_aside_bytes: float = 0.0,
 ) -> StageParts:
     """The terms that :func:`stage_memory` chooses from; same arguments."""
     elements = count_elements(kinds_of_stage)
@@ -196,8 +204,15 @@ def stage_parts(
             "workspace": 0.0 if device.is_cpu else float(WORKSPACE_BYTES),
             "context": device.context_bytes,
         },
-        backward=_backward_terms(kinds_of_stage, strategy, stage, recompute, received_bytes)
-        | _windows(elements, strategy, recipe),
+        backward=_backward_terms(
+            kinds_of_stage,
+            strategy,
+            in_flight or micro_batches_in_flight(strategy, stage, layers=len(kinds_of_stage)),
+            recompute,
+            received_bytes,
+        )
+        | _windows(elements, strategy, recipe)
+        | ({"weight_gradient_inputs": put_aside_bytes} if put_aside_bytes else {}),
         step={"optimizer_temporary": _step_temporary(elements, shared_elements, strategy, recipe)},
         reserve=0.0 if device.is_cpu else ALLOCATOR_RESERVE,
     )
@@ -267,10 +282,13 @@ def _windows(elements: Elements, strategy: Strategy, recipe: Recipe) -> dict[str
 
 
 def _backward_terms(
-    kinds: Sequence[LayerKind], strategy: Strategy, stage: int, recompute: Sequence[str], received_bytes: float
+    kinds: Sequence[LayerKind],
+    strategy: Strategy,
+    held: Sequence[int],
+    recompute: Sequence[str],
+    received_bytes: float,
 ) -> dict[str, float]:
     samples = strategy.micro_batch_size / strategy.context
-    held = micro_batches_in_flight(strategy, stage, layers=len(kinds))
     saved = window = widest = 0.0
     for kind, policy, in_flight in zip(kinds, recompute, held, strict=True):
         kept = layer_saved_bytes(kind, policy=policy, samples=samples)

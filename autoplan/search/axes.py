@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 
 from autoplan.plan import Axis
+from autoplan.schedules import rank_of_stage
 from autoplan.search.dag_transfers import transfers
 from autoplan.search.evaluate import Evaluation, stage_link
 from autoplan.search.space import Space
@@ -28,25 +29,26 @@ def axes(space: Space, evaluation: Evaluation) -> tuple[Axis, ...]:
 def _pipeline(space: Space, evaluation: Evaluation) -> Axis:
     strategy, cluster = evaluation.strategy, space.problem.cluster
     stage_of = [s for s, stage in enumerate(evaluation.stages) for _ in range(stage.first, stage.end)]
-    cuts = [stage.first for stage in evaluation.stages[1:]]
-    # A GPU sends activations forward and gradients back: the busiest does both.
-    sent = [0.0] * len(evaluation.stages)
+    # A GPU sends activations forward and gradients back: the busiest does both. Its own stages hand over.
+    sent = [0.0] * strategy.pipeline
     for value in transfers(space.problem.layers, stage_of, samples=strategy.micro_batch_size):
-        sent[value.source] += value.bytes_each * len(value.destinations)
-        for destination in value.destinations:
-            sent[destination] += value.bytes_each
+        source, *readers = (rank_of_stage(s, ranks=strategy.pipeline) for s in (value.source, *value.destinations))
+        for reader in readers:
+            if reader != source:
+                sent[source] += value.bytes_each
+                sent[reader] += value.bytes_each
     width = strategy.data * strategy.tensor
     crosses = any(
         (s * width) // cluster.gpus_per_node != ((s + 1) * width) // cluster.gpus_per_node
         or (s * width + width - 1) // cluster.gpus_per_node != ((s + 2) * width - 1) // cluster.gpus_per_node
-        for s in range(len(cuts))
+        for s in range(strategy.pipeline - 1)
     )
     return Axis(
         name="pipeline",
         degree=strategy.pipeline,
         splits="layers",
         collective="send and receive",
-        times_per_step=strategy.micro_batches * (2 if strategy.pipeline > 2 else 1),
+        times_per_step=strategy.micro_batches * strategy.virtual_stages * (2 if strategy.pipeline > 2 else 1),
         bytes_per_step=strategy.micro_batches * max(sent),
         exposed_s=2 * sum(evaluation.sends_s),
         link=(cluster.inter if crosses else cluster.intra).name,
@@ -54,8 +56,8 @@ def _pipeline(space: Space, evaluation: Evaluation) -> Axis:
 
 
 def _data(space: Space, evaluation: Evaluation) -> Axis:
-    strategy, stage = evaluation.strategy, evaluation.bottleneck
-    pieces, micro = stage.end - stage.first, strategy.micro_batches
+    strategy, stages = evaluation.strategy, evaluation.busiest
+    pieces, micro = sum(stage.end - stage.first for stage in stages), strategy.micro_batches
     collective, times = {
         0: ("all-reduce of gradients", pieces),
         1: ("reduce-scatter of gradients, all-gather of weights", 2 * pieces),
@@ -74,16 +76,16 @@ def _data(space: Space, evaluation: Evaluation) -> Axis:
         splits=splits,
         collective=collective,
         times_per_step=times,
-        bytes_per_step=stage.data.bytes_per_step,
-        exposed_s=stage.data.exposed_s(micro),
+        bytes_per_step=sum(stage.data.bytes_per_step for stage in stages),
+        exposed_s=sum(stage.data.exposed_s(micro) for stage in stages),
         link=stage_link(space, size=strategy.data, stride=strategy.tensor),
     )
 
 
 def _tensor(space: Space, evaluation: Evaluation) -> Axis:
-    strategy, stage = evaluation.strategy, evaluation.bottleneck
+    strategy, stages = evaluation.strategy, evaluation.busiest
     degree, micro, samples = strategy.tensor, strategy.micro_batches, strategy.micro_batch_size
-    found = [collective for kind in stage.kinds for collective in kind.collectives]
+    found = [collective for stage in stages for kind in stage.kinds for collective in kind.collectives]
     counts = Counter(collective.name for collective in found)
     sent = sum(
         _SENT[c.name] * (degree - 1) / degree * c.bytes_per_sample * (samples if c.batched else 1) for c in found
@@ -95,6 +97,6 @@ def _tensor(space: Space, evaluation: Evaluation) -> Axis:
         collective=", ".join(name.replace("_", "-") for name in sorted(counts)) or "none",
         times_per_step=micro * len(found),
         bytes_per_step=micro * sent,
-        exposed_s=micro * (stage.tensor_forward_s + stage.tensor_backward_s),
+        exposed_s=micro * sum(stage.tensor_forward_s + stage.tensor_backward_s for stage in stages),
         link=stage_link(space, size=degree, stride=1),
     )

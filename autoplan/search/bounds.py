@@ -27,7 +27,9 @@ from numpy.typing import NDArray
 
 from autoplan.cost_models import communication
 from autoplan.cost_models.piecewise import at_values
+from autoplan.cost_models.weight_gradients import weight_gradient_s
 from autoplan.plan import Strategy
+from autoplan.schedules import SCHEDULES
 from autoplan.search.chain import Chain
 from autoplan.search.degrees import Candidates
 from autoplan.search.simulated import simulated_bound_s
@@ -62,7 +64,7 @@ def lower_bounds(space: Space, candidates: Candidates) -> LowerBounds:
     far = candidates.data * candidates.tensor >= space.problem.cluster.gpus_per_node
     for where, strategy in _alike(candidates, ("tensor", "micro_batch_size", "staged"), far):
         sends[where] = 2 * (candidates.pipeline[where] - 1) * _least_send_s(space, strategy)
-    exposed, tail, first_tail = _data_axis(space, candidates, backward)
+    exposed, tail, first_tail, even_tail = _data_axis(space, candidates, backward)
     simulated = simulated_bound_s(
         schedule=candidates.schedule,
         stages=candidates.pipeline,
@@ -78,8 +80,50 @@ def lower_bounds(space: Space, candidates: Candidates) -> LowerBounds:
     if candidates.schedule == "gpipe":  # its sends only lengthen the pipeline
         bottleneck = longest
     step = (candidates.micro_batches - 1) * bottleneck + whole + tail
-    late = np.where(candidates.pipeline > 1, first_tail, tail)
-    return LowerBounds(step, _short_bytes(space, candidates), simulated + late, bottleneck)
+    simulated += np.where(candidates.pipeline > 1, first_tail, tail)
+    if np.any(candidates.other >= 0):
+        weights = _weight_gradients_s(space, candidates)
+        for name in ("interleaved", "zero_bubble"):
+            runs = candidates.runs(name)
+            step[runs], simulated[runs] = _listed_bounds(
+                candidates, runs, period + exposed, longest, sends, even_tail, weights
+            )
+    return LowerBounds(step, _short_bytes(space, candidates), simulated, bottleneck)
+
+
+def _listed_bounds(
+    candidates: Candidates,
+    where: NDArray[np.bool_],
+    period_s: Floats,
+    longest_s: Floats,
+    sends_s: Floats,
+    tail_s: Floats,
+    weights_s: Floats,
+) -> tuple[Floats, Floats]:
+    """Interleaved: some rank works at least an even share, M (P / p); zero bubble: at least an even share of what its
+    closed form charges for V = P - W and for the weight gradients W. A micro-batch's whole way is a bound too."""
+    micro_batches, ranks = candidates.micro_batches[where], candidates.pipeline[where]
+    period, weights, sends = period_s[where], weights_s[where], sends_s[where]
+    works = micro_batches * np.maximum(period / ranks, longest_s[where])
+    way = period - weights
+    simulated = np.maximum(works, way + sends)
+    kept = np.maximum(1, micro_batches - ranks + 1)
+    split = way + sends + ((micro_batches - 1) * (way + sends) + kept * weights) / ranks
+    step = np.where(candidates.other[where] == SCHEDULES.index("interleaved"), works + sends, split)
+    return step + tail_s[where], simulated
+
+
+def _weight_gradients_s(space: Space, candidates: Candidates) -> Floats:
+    """Seconds of all layers' weight gradients a micro-batch."""
+    found = np.zeros(len(candidates))
+    for where, strategy in _alike(candidates, ("tensor", "micro_batch_size")):
+        kinds = space.kinds(strategy.tensor)
+        each = [
+            weight_gradient_s(kind, space.problem.cluster.device, micro_batch=strategy.micro_batch_size)
+            for kind in kinds
+        ]
+        found[where] = sum(each[layer.kind] for layer in space.problem.layers.layers)
+    return found
 
 
 def _alike(
@@ -107,10 +151,10 @@ def _least_send_s(space: Space, strategy: Strategy) -> float:
     return communication.send_s(space.problem.cluster, least, distance)
 
 
-def _data_axis(space: Space, candidates: Candidates, backward_s: Floats) -> tuple[Floats, Floats, Floats]:
+def _data_axis(space: Space, candidates: Candidates, backward_s: Floats) -> tuple[Floats, Floats, Floats, Floats]:
     """For every candidate the seconds a micro-batch that its data axis exposes at least over all stages, the tail that
-    some stage has at least, and the least tail of a layer that may come first."""
-    exposed, tail, first_tail = np.zeros(len(candidates)), np.zeros(len(candidates)), np.zeros(len(candidates))
+    some stage has at least, the least tail of a layer that may come first, and an even share of all tails."""
+    exposed, tail, first_tail, even = (np.zeros(len(candidates)) for _ in range(4))
     for where, strategy in _alike(candidates, ("tensor", "data", "zero_stage")):
         elements, trainable = space.totals(strategy.tensor)
         tables = space.tables(strategy)
@@ -121,13 +165,13 @@ def _data_axis(space: Space, candidates: Candidates, backward_s: Floats) -> tupl
         # The stage with the most parameters has at least an even share, and may hide what can be hidden.
         counts, place = np.unique(stages, return_inverse=True)
         of_share = _hidden_tails_s(tables, elements / counts, trainable / counts)[place.reshape(-1)]
-        tail[where] = np.maximum(average, of_share)
+        tail[where], even[where] = np.maximum(average, of_share), average
         kinds = {int(tables.chain.kinds[layer]) for layer in space.first_layers}
         costs = [tables.chain.costs[kind] for kind in sorted(kinds)]
         first_tail[where] = _hidden_tails_s(
             tables, np.array([float(c.elements) for c in costs]), np.array([float(c.trainable) for c in costs])
         ).min()
-    return exposed, tail, first_tail
+    return exposed, tail, first_tail, even
 
 
 def _hidden_tails_s(tables: Tables, elements: Floats, trainable: Floats) -> Floats:

@@ -2,7 +2,9 @@
 
 A plan may use fewer GPUs than offered as long as it keeps whole structure: a divisor of one node's GPUs, or whole
 nodes whose number divides the nodes. GPipe is listed only where it is forced or alone: under the closed form it takes
-the time of 1F1B and holds at least as many micro-batches, so it is never the better choice.
+the time of 1F1B and holds at least as many micro-batches, so it is never the better choice. Interleaved and zero-bubble
+schedules are listed where they are forced; a search that is free tries them last
+(:mod:`autoplan.search.other_schedules`).
 """
 
 from __future__ import annotations
@@ -16,12 +18,18 @@ from numpy.typing import NDArray
 
 from autoplan.cluster import Cluster
 from autoplan.plan import Strategy
+from autoplan.schedules import SCHEDULES
 
 if TYPE_CHECKING:
     from autoplan.search.forced import Forced
     from autoplan.search.problem import Problem
 
 Integers = NDArray[np.int64]
+
+# Chunks a GPU that are tried; more are legal where they are forced.
+VIRTUAL_STAGES = (2, 4, 8)
+# Where 1F1B's pipeline waits for less of its step, no schedule is faster than 1F1B by more than the search's tolerance.
+LEAST_BUBBLE = 0.02
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,6 +43,9 @@ class Candidates:
     micro_batch_size: Integers
     micro_batches: Integers
     schedule: str
+    # Rows that run another schedule than ``schedule``: its position in :data:`schedules.SCHEDULES`, else -1.
+    other: Integers
+    virtual_stages: Integers
 
     def __len__(self) -> int:
         return len(self.data)
@@ -48,16 +59,25 @@ class Candidates:
         """Whether there is more than one stage."""
         return self.pipeline > 1
 
+    def schedule_of(self, index: int) -> str:
+        """The schedule of row ``index``."""
+        return SCHEDULES[self.other[index]] if self.other[index] >= 0 else self.schedule
+
+    def runs(self, schedule: str) -> NDArray[np.bool_]:
+        """Which rows run ``schedule``."""
+        return self.other == SCHEDULES.index(schedule)
+
     def strategy(self, index: int) -> Strategy:
         """Row ``index`` as a :class:`Strategy`."""
         return Strategy(
             data=int(self.data[index]),
             tensor=int(self.tensor[index]),
             pipeline=int(self.pipeline[index]),
+            virtual_stages=int(self.virtual_stages[index]),
             zero_stage=int(self.zero_stage[index]),
             micro_batch_size=int(self.micro_batch_size[index]),
             micro_batches=int(self.micro_batches[index]),
-            schedule=self.schedule,
+            schedule=self.schedule_of(index),
         )
 
 
@@ -83,8 +103,8 @@ def enumerate_candidates(problem: Problem, forced: Forced, *, tensors: Iterable[
         # A user who forces degrees and leaves data open means the rest of the GPUs for data.
         if rows and forced.names_a_degree and forced.data is None:
             break
-    table = np.array(rows, dtype=np.int64).reshape(-1, 6)
-    data, tensor, pipeline, zero_stage, micro, micro_batches = table.T
+    table = _with_schedules(problem, forced, np.array(rows, dtype=np.int64).reshape(-1, 6))
+    data, tensor, pipeline, zero_stage, micro, micro_batches, other, virtual_stages = table.T
     return Candidates(
         data=data,
         tensor=tensor,
@@ -92,8 +112,38 @@ def enumerate_candidates(problem: Problem, forced: Forced, *, tensors: Iterable[
         zero_stage=zero_stage,
         micro_batch_size=micro,
         micro_batches=micro_batches,
-        schedule=forced.schedule or ("1f1b" if "1f1b" in problem.schedules else problem.schedules[0]),
+        schedule=_first_schedule(problem, forced),
+        other=other,
+        virtual_stages=virtual_stages,
     )
+
+
+def _first_schedule(problem: Problem, forced: Forced) -> str:
+    """What rows run that have no column for it; one stage runs every schedule alike."""
+    if forced.schedule in ("gpipe", "1f1b"):
+        return str(forced.schedule)
+    plain = [name for name in problem.schedules if name in ("1f1b", "gpipe")]
+    return "1f1b" if "1f1b" in plain or not plain else plain[0]
+
+
+def _with_schedules(problem: Problem, forced: Forced, table: Integers) -> Integers:
+    """``table`` with the columns ``other`` and ``virtual_stages``: rows run the plain schedule, or what was forced."""
+    chunks = forced.virtual_stages or 1
+    if forced.pipeline == 1 or (forced.schedule not in ("interleaved", "zero_bubble") and chunks == 1):
+        return _columns(table, -1, 1)
+    name = forced.schedule or "interleaved"
+    tried = (chunks,) if forced.virtual_stages or name != "interleaved" else VIRTUAL_STAGES
+    pipeline, layers = table[:, 2], len(problem.layers.layers)
+    pieces = [
+        _columns(table[(pipeline > 1) & (pipeline * virtual <= layers)], SCHEDULES.index(name), virtual)
+        for virtual in tried
+    ]
+    return np.concatenate(pieces)
+
+
+def _columns(table: Integers, other: int, virtual_stages: int) -> Integers:
+    more = np.tile(np.array([other, virtual_stages], dtype=np.int64), (len(table), 1))
+    return np.concatenate((table, more), axis=1)
 
 
 def counts(problem: Problem, forced: Forced) -> tuple[int, ...]:

@@ -25,7 +25,10 @@ from autoplan.plan import Strategy
 from autoplan.search.blocks import BlockBounds
 from autoplan.search.boundaries import fixed_split
 from autoplan.search.bounds import LowerBounds, fits_greedily, lower_bounds
+from autoplan.search.evaluate import evaluate_decision, evaluate_listed
+from autoplan.search.listed import even_cuts, is_listed, least_step_s, rank_memories
 from autoplan.search.milp import Solution, default_solver, solve_split
+from autoplan.search.other_schedules import faster_schedule
 from autoplan.search.simulated import (
     simulated_with_longer_s,
     simulated_with_longest_s,
@@ -45,6 +48,7 @@ MOST_CONFIRMED = 64
 # State that fits whole is sharded only where that gains more than the cost models can be wrong by (median error of
 # step times over families of runs: 2 to 9%); what fits one card gets plain data parallelism.
 SHARDING_TOLERANCE = 0.10
+_SIMPLEST = ("1f1b", "gpipe", "interleaved", "zero_bubble")
 # Another order of the layers is worth less than this only by rounding.
 LEAST_GAIN = 1e-9
 
@@ -98,7 +102,7 @@ def preference(strategy: Strategy) -> tuple[int, ...]:
     """Smaller is less parallel: axes of the mesh in use, then degrees (tensor weighs most, data least), then GPUs.
 
     Sharded state adds no axis of its own but comes after plain data parallelism, so that with equal times the order is
-    one GPU, data, sharded state, pipeline, tensor, and then combinations.
+    one GPU, data, sharded state, pipeline, tensor, and then combinations. Of equal degrees the simplest schedule.
     """
     return (
         sum(degree > 1 for degree in (strategy.data, strategy.pipeline, strategy.tensor)),
@@ -107,6 +111,8 @@ def preference(strategy: Strategy) -> tuple[int, ...]:
         strategy.zero_stage,
         strategy.data,
         strategy.gpus,
+        _SIMPLEST.index(strategy.schedule),
+        strategy.virtual_stages,
     )
 
 
@@ -166,7 +172,7 @@ class Engine:
         if index not in self._fits:
             strategy = self.space.candidates.strategy(index)
             # Filling stages to the brim reaches furthest in one order of the layers alone.
-            ordered = strategy.pipeline == 1 or self.space.down_sets is None
+            ordered = strategy.pipeline == 1 or (self.space.down_sets is None and not is_listed(strategy))
             self._fits[index] = not ordered or fits_greedily(self.space.tables(strategy))
         return self._fits[index]
 
@@ -179,16 +185,31 @@ class Engine:
         chosen = fastest
         if tolerance:
             chosen = self._unsharded(self._least_parallel(best, fastest, tolerance), best)
+        other = self._faster_schedule(chosen, tolerance) if tolerance else None
         return Found(
-            chosen=self._confirm(chosen),
+            chosen=self._confirm(other or chosen),
             best=self._confirm(best),
             fastest=fastest,
             lower_bound_s=floor,
             simulated_bound_s=self._simulated_bound_s(self.step_s(fastest)),
-            proven=proven,
+            proven=proven and other is None,
             confirmed=len(self._simulated),
             counts=self._counts(),
         )
+
+    def _faster_schedule(self, chosen: Decision, tolerance: float) -> Decision | None:
+        """What another schedule gains, where none was forced and time is left."""
+        forced = self.space.forced
+        given = forced.schedule is not None or forced.virtual_stages is not None or self.space.problem.stages
+        if given or self.space.candidates.schedule != "1f1b" or time.monotonic() > self.deadline:
+            return None
+        return faster_schedule(self, chosen, tolerance)
+
+    def under(self, strategy: Strategy, limit_s: float) -> Decision | None:
+        """The decision of a strategy under an interleaved or zero-bubble schedule, if its step may be below a limit."""
+        if least_step_s(self.space, strategy) >= limit_s:
+            return None
+        return _decision(self.space, strategy, _even_split(self.space, strategy, math.inf))
 
     def step_s(self, decision: Decision) -> float:
         """The simulated step, remembered."""
@@ -348,6 +369,16 @@ def _decision(space: Space, strategy: Strategy, solution: Solution | None) -> De
     if solution is None or solution.split is None:
         return None
     split = solution.split
+    if is_listed(strategy):
+        times = evaluate_decision(space, strategy, split.cuts, step_s=brief_step_s).times
+        assert times is not None
+        return Decision(
+            strategy=strategy,
+            cuts=split.cuts,
+            value_s=split.value_s,
+            proven_by=solution.proven_by,
+            times=times,
+        )
     times = space.ordered(split.order).tables(strategy).of_split(split.cuts).times()
     return Decision(
         strategy=strategy,
@@ -368,6 +399,8 @@ def solve_strategy(
     """
     if strategy.pipeline == 1:
         return _only_split(space.tables(strategy), cutoff_s)
+    if is_listed(strategy):
+        return _even_split(space, strategy, cutoff_s)
     if space.problem.stages:
         return fixed_split(space, strategy, space.problem.stages, cutoff_s=cutoff_s)
     found = _solve(space, strategy, space.tables, cutoff_s, solver)
@@ -414,6 +447,27 @@ def _solve(
             left_out_s = simulated_with_longer_s(strategy, total, tables.period_limit_s)
             return with_simulated_bound(tables, solution, left_out_s)
         limit *= 2
+
+
+def _even_split(space: Space, strategy: Strategy, cutoff_s: float) -> Solution | None:
+    """The one split of an interleaved or zero-bubble strategy (:mod:`autoplan.search.listed`)."""
+    cuts = even_cuts(space, strategy)
+    memories = None if cuts is None else rank_memories(space, strategy, cuts)
+    if cuts is None or memories is None:
+        return None
+    priced = evaluate_listed(space, strategy, cuts, memories, step_s=brief_step_s)
+    split = Split(
+        cuts=cuts,
+        value_s=priced.objective_s,
+        bottleneck_s=max(stage.period_s for stage in priced.stages),
+        tail_s=max(stage.tail_s for stage in priced.stages),
+    )
+    return Solution(
+        split=split if priced.objective_s <= cutoff_s else None,
+        lower_bound_s=priced.objective_s,
+        proven_by="even stages",
+        simulated_bound_s=priced.step_s,
+    )
 
 
 def _only_split(tables: Tables, cutoff_s: float) -> Solution | None:

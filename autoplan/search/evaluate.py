@@ -5,22 +5,29 @@ Nothing of the search's tables is used but the recompute choice, so that what is
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from autoplan import schedules
 from autoplan.cost_models import communication
 from autoplan.cost_models.data_parallel import DataParallelTime
 from autoplan.cost_models.memory import count_elements, stage_memory
 from autoplan.layers.types import LayerKind
 from autoplan.plan import Predicted, Stage, Strategy
+from autoplan.search import listed
 from autoplan.search.pricing import KindCosts
 from autoplan.search.space import Space
 from autoplan.search.tables import Tables
 from autoplan.search.timing import StageTimes
 from autoplan.search.timing import step_s as whole_step_s
 
+_TIME_TERMS = (
+    *("forward", "backward", "recompute", "tensor_communication", "sharded_state"),
+    *("gradient_synchronisation", "optimizer"),
+)
 _PEAK_OF = {"mxfp8": "fp8", "nvfp4": "fp4"}
 
 
@@ -80,6 +87,14 @@ class Evaluation:
     objective_s: float
     step_s: float
     bubble_fraction: float
+    times: StageTimes | None = None
+
+    @property
+    def busiest(self) -> tuple[StageCosts, ...]:
+        """The stages of the rank with the longest period."""
+        ranks = self.strategy.pipeline
+        each = [self.stages[rank::ranks] for rank in range(ranks)]
+        return max(each, key=lambda stages: sum(stage.period_s for stage in stages))
 
     @property
     def bottleneck(self) -> StageCosts:
@@ -97,7 +112,15 @@ StepTime = Callable[[StageTimes], float]
 def evaluate_decision(
     space: Space, strategy: Strategy, cuts: tuple[int, ...], *, step_s: StepTime = whole_step_s
 ) -> Evaluation:
-    """Price ``strategy`` with stages at ``cuts``, with the least recompute that fits; ``step_s`` times the step."""
+    """Price ``strategy`` with stages at ``cuts``, with the least recompute that fits; ``step_s`` times the step.
+
+    Raises :class:`ValueError` where an interleaved or zero-bubble strategy fits under no policy.
+    """
+    if listed.is_listed(strategy):
+        memories = listed.rank_memories(space, strategy, cuts)
+        if memories is None:
+            raise ValueError(f"{strategy.describe()} does not fit at {cuts}")
+        return evaluate_listed(space, strategy, cuts, memories, step_s=step_s)
     tables = space.tables(strategy).of_split(cuts)
     return evaluate_stages(tables, space, cuts, tables.split_policies(), step_s=step_s)
 
@@ -128,6 +151,40 @@ def evaluate_stages(
         objective_s=times.closed_form_s,
         step_s=taken_s,
         bubble_fraction=max(0.0, 1 - busy / (len(stages) * taken_s)) if taken_s else 0.0,
+        times=times,
+    )
+
+
+def evaluate_listed(
+    space: Space,
+    strategy: Strategy,
+    cuts: tuple[int, ...],
+    memories: Sequence[listed.RankMemory],
+    *,
+    step_s: StepTime = whole_step_s,
+) -> Evaluation:
+    """Price an interleaved or zero-bubble strategy whose ranks hold ``memories``; a stage's memory is its rank's."""
+    tables = space.tables(strategy)
+    stages = []
+    for stage, (first, end) in enumerate(itertools.pairwise(cuts)):
+        memory = memories[schedules.rank_of_stage(stage, ranks=strategy.pipeline)]
+        policies = (memory.policy,) * (end - first)
+        stages.append(stage_costs(space, tables, stage, first, end, policies, memory_terms=memory.terms))
+    sends = listed.sends_s(tables, cuts)
+    times = dataclasses.replace(
+        stage_times(strategy, stages, sends),
+        weight_s=tuple(listed.weight_s(space, strategy, stage.kinds) for stage in stages),
+        virtual_stages=strategy.virtual_stages,
+    )
+    taken_s = step_s(times)
+    return Evaluation(
+        strategy=strategy,
+        stages=tuple(stages),
+        sends_s=sends,
+        objective_s=times.closed_form_s,
+        step_s=taken_s,
+        bubble_fraction=listed.bubble_fraction(times, taken_s),
+        times=times,
     )
 
 
@@ -147,9 +204,17 @@ def stage_times(
 
 
 def stage_costs(
-    space: Space, tables: Tables, stage: int, first: int, end: int, policies: tuple[str, ...]
+    space: Space,
+    tables: Tables,
+    stage: int,
+    first: int,
+    end: int,
+    policies: tuple[str, ...],
+    *,
+    memory_terms: dict[str, float] | None = None,
 ) -> StageCosts:
-    """Price layers ``first`` to ``end`` - 1 on ``stage`` under the given recompute policies."""
+    """Price layers ``first`` to ``end`` - 1 on ``stage`` under the given recompute policies. ``memory_terms``: those of
+    the GPU where it holds other stages too."""
     strategy, problem = tables.strategy, space.problem
     model = space.kinds(strategy.tensor)
     indices = [layer.kind for layer in problem.layers.layers[first:end]]
@@ -161,7 +226,8 @@ def stage_costs(
         end=end,
         policies=policies,
         kinds=kinds,
-        memory_terms=stage_memory(
+        memory_terms=memory_terms
+        or stage_memory(
             kinds,
             strategy=strategy,
             stage=stage,
@@ -227,17 +293,17 @@ def predicted(space: Space, evaluation: Evaluation) -> Predicted:
 
 
 def time_terms(evaluation: Evaluation) -> dict[str, float]:
-    """Where the step goes on the stage with the longest period; what it does not fill itself is sends and bubble."""
-    stage, micro_batches = evaluation.bottleneck, evaluation.strategy.micro_batches
-    terms = {
-        "forward": micro_batches * stage.compute_forward_s,
-        "backward": micro_batches * stage.compute_backward_s,
-        "recompute": micro_batches * stage.recompute_s,
-        "tensor_communication": micro_batches * (stage.tensor_forward_s + stage.tensor_backward_s),
-        "sharded_state": micro_batches * (stage.data.forward_s + stage.data.backward_s),
-        "gradient_synchronisation": stage.synchronise_s,
-        "optimizer": stage.optimizer_s,
-    }
+    """Where the step goes on the rank that works longest; what it does not fill itself is sends and bubble."""
+    micro_batches = evaluation.strategy.micro_batches
+    terms = dict.fromkeys(_TIME_TERMS, 0.0)
+    for stage in evaluation.busiest:
+        terms["forward"] += micro_batches * stage.compute_forward_s
+        terms["backward"] += micro_batches * stage.compute_backward_s
+        terms["recompute"] += micro_batches * stage.recompute_s
+        terms["tensor_communication"] += micro_batches * (stage.tensor_forward_s + stage.tensor_backward_s)
+        terms["sharded_state"] += micro_batches * (stage.data.forward_s + stage.data.backward_s)
+        terms["gradient_synchronisation"] += stage.synchronise_s
+        terms["optimizer"] += stage.optimizer_s
     rest = max(0.0, evaluation.step_s - sum(terms.values()))
     sends = min(rest, 2 * sum(evaluation.sends_s))
     return terms | {"sends": sends, "bubble": rest - sends}

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from autoplan.errors import StrategyError
+from autoplan.schedules import SCHEDULES
 from autoplan.search.constraints import LIMITS
 from autoplan.search.degrees import divisors, whole_counts
 from autoplan.search.problem import Problem
@@ -25,8 +26,8 @@ KEYS = (
     "sequence_parallel",
 )
 DEGREES = ("data", "tensor", "pipeline")
-_LATER = {"virtual_stages": "interleaved stages", "context": "context parallelism", "expert": "expert parallelism"}
-_LATER_SCHEDULES = ("interleaved", "zero_bubble")
+_LATER = {"context": "context parallelism", "expert": "expert parallelism"}
+_LATER_ATTEMPTS = {"context": "`predict` prices it; leave it out to plan", "expert": "leave `expert` out"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,6 +40,7 @@ class Forced:
     zero_stage: int | None = None
     micro_batch_size: int | None = None
     schedule: str | None = None
+    virtual_stages: int | None = None
     recompute: str | None = None
 
     @property
@@ -57,10 +59,11 @@ def read_forced(problem: Problem) -> Forced:
         if key not in KEYS:
             raise StrategyError(f"unknown strategy key `{key}`", legal=", ".join((*KEYS, *LIMITS)))
     values: dict[str, Any] = {key: _read(key, value) for key, value in problem.forced.items()}
-    for key in ("virtual_stages", "context", "expert", "sequence_parallel"):
+    for key in ("context", "expert", "sequence_parallel"):
         values.pop(key, None)
     forced = Forced(**values)
-    for check in (_check_choices, _check_product, _check_pipeline, _check_tensor, _check_batch, _check_zero):
+    checks = (_check_choices, _check_product, _check_pipeline, _check_chunks, _check_tensor, _check_batch, _check_zero)
+    for check in checks:
         check(problem, forced)
     return forced
 
@@ -81,7 +84,7 @@ def _read(key: str, value: Any) -> int | str | bool:
         raise _wrong(key, value, legal)
     if key in _LATER and number > 1:
         raise StrategyError(
-            f"`{key}` {number}: {_LATER[key]} is not offered yet", legal="1", attempt=f"leave `{key}` out"
+            f"`{key}` {number}: {_LATER[key]} is not offered yet", legal="1", attempt=_LATER_ATTEMPTS[key]
         )
     return number
 
@@ -98,12 +101,8 @@ def _read_flag(key: str, value: Any) -> bool:
 
 
 def _read_schedule(value: Any) -> str:
-    if value in _LATER_SCHEDULES:
-        raise StrategyError(
-            f"`schedule` {value} is not offered yet", legal="gpipe, 1f1b", attempt="strategy={'schedule': '1f1b'}"
-        )
-    if value not in ("gpipe", "1f1b"):
-        raise _wrong("schedule", value, "gpipe, 1f1b")
+    if value not in SCHEDULES:
+        raise _wrong("schedule", value, ", ".join(SCHEDULES))
     return str(value)
 
 
@@ -163,6 +162,45 @@ def _check_pipeline(problem: Problem, forced: Forced) -> None:
             f"pipeline {forced.pipeline} needs as many layers, and {problem.layers.name} has {layers}",
             where="strategy key `pipeline`",
             legal=f"1 to {layers}",
+        )
+
+
+def _check_chunks(problem: Problem, forced: Forced) -> None:
+    """Several stages a GPU need the interleaved schedule, a pipeline, and as many layers."""
+    virtual, layers = forced.virtual_stages, len(problem.layers.layers)
+    if (
+        forced.schedule in ("interleaved", "zero_bubble")
+        and forced.pipeline is None
+        and min(problem.cluster.gpus, layers) == 1
+    ):
+        raise StrategyError(
+            f"schedule {forced.schedule} needs a pipeline, and there is one "
+            f"{'GPU' if problem.cluster.gpus == 1 else 'layer'}",
+            where="strategy key `schedule`",
+            legal="1f1b or gpipe, which one stage runs alike",
+        )
+    if virtual is None or virtual == 1:
+        return
+    if forced.schedule not in (None, "interleaved"):
+        raise StrategyError(
+            f"virtual_stages {virtual} puts several stages on a GPU, and schedule {forced.schedule} has one",
+            where="strategy key `virtual_stages`, `schedule`",
+            legal="virtual_stages 1, or schedule interleaved",
+            attempt=f"strategy={{'virtual_stages': {virtual}, 'schedule': 'interleaved'}}",
+        )
+    if forced.pipeline == 1:
+        raise StrategyError(
+            f"virtual_stages {virtual} needs a pipeline, and pipeline 1 was forced",
+            where="strategy key `virtual_stages`, `pipeline`",
+            legal="virtual_stages 1, or pipeline from 2",
+        )
+    least = (forced.pipeline or 2) * virtual
+    if least > layers:
+        raise StrategyError(
+            f"pipeline {forced.pipeline or 2} x virtual_stages {virtual} needs {least} layers, and "
+            f"{problem.layers.name} has {layers}",
+            where="strategy key `virtual_stages`",
+            legal=f"1 to {max(1, layers // (forced.pipeline or 2))}",
         )
 
 

@@ -11,6 +11,7 @@ import numpy as np
 from autoplan.plan import Strategy
 from autoplan.search.engine import Engine
 from autoplan.search.evaluate import stage_costs
+from autoplan.search.listed import even_cuts, is_listed, least_rank_terms, total
 from autoplan.search.space import Space
 
 # Candidates that are split exactly before the nearest of them is the answer.
@@ -55,6 +56,10 @@ def nearest(engine: Engine, chosen: np.ndarray | None = None) -> Shortfall | Non
 
 def _fullest(space: Space, strategy: Strategy) -> tuple[float, tuple[int, ...]]:
     """Least possible bytes of the fullest stage, and the cuts: a min-max path over all stages, or what was fixed."""
+    if is_listed(strategy):
+        even = even_cuts(space, strategy) or ()
+        ranks = range(strategy.pipeline) if even else ()
+        return max((total(least_rank_terms(space, strategy, even, rank)) for rank in ranks), default=math.inf), even
     tables = space.tables(strategy)
     fixed = space.problem.stages
     if len(fixed) == strategy.pipeline + 1:
@@ -74,6 +79,11 @@ def _fullest(space: Space, strategy: Strategy) -> tuple[float, tuple[int, ...]]:
 
 
 def _describe(space: Space, strategy: Strategy, cuts: tuple[int, ...]) -> Shortfall:
+    if is_listed(strategy):
+        terms = [least_rank_terms(space, strategy, cuts, rank) for rank in range(strategy.pipeline)]
+        worst = max(range(len(terms)), key=lambda rank: total(terms[rank]))
+        short = total(terms[worst]) - space.problem.usable_bytes
+        return Shortfall(strategy=strategy, cuts=cuts, stage=worst, short_bytes=short, terms=terms[worst])
     tables = space.tables(strategy)
     chain = tables.chain
     stages = [

@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 from autoplan.plan import ModelSummary, Strategy
+from autoplan.search.listed import is_listed
 from autoplan.search.problem import Problem
 
 _OVERLAP = (
     "gradients are synchronised beside the backward of operators, all but the last layer's; "
     "other communication waits for nothing and hides behind nothing"
+)
+_EVEN = (
+    "stages of interleaved and zero-bubble schedules are the most even ones, with one recompute policy a GPU; "
+    "other cuts were not tried"
 )
 
 
@@ -27,4 +32,7 @@ def model_summary(problem: Problem) -> ModelSummary:
 
 def assumptions(problem: Problem, strategy: Strategy) -> tuple[str, ...]:
     """The problem's, and how the costs of ``strategy`` were taken."""
-    return (*problem.assumptions, _OVERLAP) if strategy.data > 1 else problem.assumptions
+    found = problem.assumptions
+    if strategy.data > 1:
+        found = (*found, _OVERLAP)
+    return (*found, _EVEN) if is_listed(strategy) else found

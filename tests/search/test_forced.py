@@ -39,11 +39,8 @@ def test_zero_stage_is_0_to_3(value: Any) -> None:
 @pytest.mark.parametrize(
     "forced",
     [
-        {"virtual_stages": 2},
         {"context": 2},
         {"expert": 4},
-        {"schedule": "interleaved"},
-        {"schedule": "zero_bubble"},
         {"sequence_parallel": True},
         {"sequence_parallel": "true"},
     ],
@@ -51,6 +48,27 @@ def test_zero_stage_is_0_to_3(value: Any) -> None:
 def test_what_is_not_offered_yet_says_so(forced: dict[str, Any]) -> None:
     error = refused(forced)
     assert "not offered yet" in error.what and error.legal
+
+
+@pytest.mark.parametrize(
+    "forced",
+    [
+        {"virtual_stages": 2, "schedule": "1f1b"},
+        {"virtual_stages": 2, "schedule": "zero_bubble"},
+        {"virtual_stages": 2, "pipeline": 1},
+        {"virtual_stages": 99},
+        {"virtual_stages": 2, "pipeline": 4, "schedule": "interleaved"},  # 8 stages of fewer layers
+        {"schedule": "looped_bfs"},
+    ],
+)
+def test_stages_that_no_gpu_can_hold_are_refused(forced: dict[str, Any]) -> None:
+    error = refused(forced)
+    assert error.legal and ("virtual_stages" in error.what or "schedule" in error.what)
+
+
+def test_a_schedule_that_needs_a_pipeline_is_refused_on_one_gpu() -> None:
+    with pytest.raises(StrategyError, match="needs a pipeline"):
+        search(problem(LAYERS, cluster(1), forced={"schedule": "interleaved"}))
 
 
 def test_keys_at_their_only_value_are_fine() -> None:

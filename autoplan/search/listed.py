@@ -1,0 +1,243 @@
+"""Interleaved and zero-bubble strategies: their one split, priced exactly.
+
+A rank of an interleaved pipeline holds several stages, so that what the stage solver minimises, one longest period, is
+not what such a step takes. A strategy under these schedules therefore has *one* split, the most even one: of all cuts
+into S = p x v stages those whose longest stage is shortest, and of these the ones whose stages differ least (exact
+dynamic programs over prefix sums). Recompute is one policy a rank: the cheapest that fits. Other cuts are not tried;
+the search's proof is over these splits, and a plan says so.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from autoplan import schedules
+from autoplan.cost_models import communication, schedule
+from autoplan.cost_models.memory import layer_saved_bytes, stage_memory
+from autoplan.cost_models.weight_gradients import put_aside_bytes, weight_gradient_s
+from autoplan.layers.types import LayerKind
+from autoplan.plan import Strategy
+from autoplan.search.space import Space
+from autoplan.search.tables import MARGIN, Tables
+from autoplan.search.timing import StageTimes
+
+Floats = NDArray[np.float64]
+
+LISTED = ("interleaved", "zero_bubble")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankMemory:
+    """What the GPUs of one pipeline rank hold: the policy of all their layers, and bytes by term at the peak."""
+
+    policy: str
+    terms: dict[str, float]
+
+    @property
+    def peak_bytes(self) -> float:
+        return sum(self.terms.values())
+
+
+def is_listed(strategy: Strategy) -> bool:
+    """Whether the strategy's stages are split here and not by the stage solver."""
+    return strategy.schedule in LISTED and strategy.pipeline > 1
+
+
+def stages_of(strategy: Strategy) -> int:
+    """The model's stages."""
+    return strategy.pipeline * strategy.virtual_stages
+
+
+# ------------------------------------------------------------------------------------------------------------- the cuts
+
+
+def even_cuts(space: Space, strategy: Strategy) -> tuple[int, ...] | None:
+    """The strategy's cuts: first layer of each stage and, last, the number of layers. None for too few layers."""
+    if space.problem.stages:
+        return space.problem.stages if len(space.problem.stages) == stages_of(strategy) + 1 else None
+    period = space.chain(strategy.tensor, strategy.micro_batch_size).period
+    return _most_even(period.tobytes(), stages_of(strategy))
+
+
+@functools.lru_cache(maxsize=256)
+def _most_even(period: bytes, stages: int) -> tuple[int, ...] | None:
+    prefix = np.frombuffer(period)
+    if len(prefix) - 1 < stages:
+        return None
+    span = prefix[None, :] - prefix[:, None]
+    span = np.where(np.arange(len(prefix))[None, :] > np.arange(len(prefix))[:, None], span, math.inf)
+    longest = _least(span, stages, np.maximum)[0][-1]
+    # Sums differ in their last bits.
+    scaled = np.where(span <= longest * (1 + 1e-9), (span / longest) ** 2, math.inf)
+    _, choices = _least(scaled, stages, np.add)
+    cuts = [len(prefix) - 1]
+    for choice in reversed(choices):
+        cuts.append(int(choice[cuts[-1]]))
+    return tuple(reversed(cuts))
+
+
+def _least(
+    span: Floats, stages: int, join: Callable[[Floats, Floats], Floats]
+) -> tuple[Floats, list[NDArray[np.int64]]]:
+    """Over paths of ``stages`` spans from the first cut: the least joined value up to each cut, and for each stage the
+    cut that a best path to each cut comes from."""
+    value = np.full(len(span), math.inf)
+    value[0] = 0.0
+    choices = []
+    for _ in range(stages):
+        through = join(value[:, None], span)
+        choices.append(np.argmin(through, axis=0))
+        value = through.min(axis=0)
+    return value, choices
+
+
+# --------------------------------------------------------------------------------------------------------------- memory
+
+
+def rank_memories(space: Space, strategy: Strategy, cuts: Sequence[int]) -> tuple[RankMemory, ...] | None:
+    """What each rank holds, each with the cheapest policy that fits; None where a rank fits under none."""
+    found = []
+    for rank in range(strategy.pipeline):
+        memory = _rank_memory(space, strategy, cuts, rank)
+        if memory is None:
+            return None
+        found.append(memory)
+    return tuple(found)
+
+
+def _rank_memory(space: Space, strategy: Strategy, cuts: Sequence[int], rank: int) -> RankMemory | None:
+    capacity = space.problem.usable_bytes * (1 - MARGIN)
+    for policy in space.policies:
+        terms = _rank_terms(space, strategy, cuts, rank, policy)
+        if sum(terms.values()) <= capacity:
+            return RankMemory(policy=policy, terms=terms)
+    return None
+
+
+def least_rank_terms(space: Space, strategy: Strategy, cuts: Sequence[int], rank: int) -> dict[str, float]:
+    """Bytes by term that a rank needs under the policy that needs least."""
+    return min((_rank_terms(space, strategy, cuts, rank, policy) for policy in space.policies), key=total)
+
+
+def total(terms: Mapping[str, float]) -> float:
+    """The sum of memory terms."""
+    return sum(terms.values())
+
+
+def _rank_terms(space: Space, strategy: Strategy, cuts: Sequence[int], rank: int, policy: str) -> dict[str, float]:
+    """Bytes by term of a rank whose layers follow ``policy``, at the fullest of its moments."""
+    model, layers = space.kinds(strategy.tensor), space.problem.layers.layers
+    spans = [
+        (cuts[stage], cuts[stage + 1])
+        for stage in schedules.stages_of_rank(rank, stages=stages_of(strategy), virtual_stages=strategy.virtual_stages)
+    ]
+    chunks = [[model[layer.kind] for layer in layers[first:end]] for first, end in spans]
+    samples = strategy.micro_batch_size
+    tables = space.tables(strategy)
+    saved = [
+        sum(layer_saved_bytes(kind, policy=policy, samples=samples) for kind in chunk) + tables.held_bytes(*span)
+        for chunk, span in zip(chunks, spans, strict=True)
+    ]
+    aside = [sum(put_aside_bytes(kind, samples=samples) for kind in chunk) for chunk in chunks]
+    moment = max(
+        schedules.held(
+            strategy.schedule,
+            rank=rank,
+            stages=stages_of(strategy),
+            micro_batches=strategy.micro_batches,
+            virtual_stages=strategy.virtual_stages,
+        ),
+        key=lambda held: _weighed(held.activations, saved) + _weighed(held.weight_gradients, aside),
+    )
+    received = [tables.held_bytes(*span) for span in spans]
+    kinds = [kind for chunk in chunks for kind in chunk]
+    return stage_memory(
+        kinds,
+        strategy=strategy,
+        stage=rank,
+        recipe=tables.recipe,
+        device=space.problem.cluster.device,
+        recompute=(policy,) * len(kinds),
+        in_flight=[count for count, chunk in zip(moment.activations, chunks, strict=True) for _ in chunk],
+        put_aside_bytes=_weighed(moment.weight_gradients, aside) + _weighed(moment.activations, received),
+    )
+
+
+def _weighed(counts: Sequence[int], amounts: Sequence[float]) -> float:
+    return sum(count * amount for count, amount in zip(counts, amounts, strict=True))
+
+
+# ----------------------------------------------------------------------------------------------------------------- time
+
+
+def sends_s(tables: Tables, cuts: Sequence[int]) -> tuple[float, ...]:
+    """Seconds of a micro-batch over each boundary of stages; the last rank sends to the first for the next chunk."""
+    strategy, chain = tables.strategy, tables.chain
+    width, ranks = strategy.data * strategy.tensor, strategy.pipeline
+    found = []
+    for boundary, (first, end) in enumerate(itertools.pairwise(cuts[1:])):
+        amount = chain.cut_bytes[first] if chain.crossing is None else chain.crossing.received[first, end]
+        rank = boundary % ranks
+        if rank < ranks - 1:
+            seconds = communication.boundary_send_s(tables.cluster, float(amount), stage=rank, distance=width)
+        else:
+            seconds = communication.send_s(tables.cluster, float(amount), (ranks - 1) * width)
+        found.append(seconds)
+    return tuple(found)
+
+
+def least_step_s(space: Space, strategy: Strategy) -> float:
+    """Seconds that the strategy's split takes at least: without recompute, with the waits that its schedule can't avoid
+    and the least tail of a rank. Cheap, to see what is not worth simulating; inf where there is no such split."""
+    cuts = even_cuts(space, strategy)
+    if cuts is None:
+        return math.inf
+    tables, model = space.tables(strategy), space.kinds(strategy.tensor)
+    chain, layers = tables.chain, space.problem.layers.layers
+    at = np.array(cuts)
+    forward, period = np.diff(chain.forward[at]), np.diff(chain.period[at])
+    kinds = [[model[layer.kind] for layer in layers[first:end]] for first, end in itertools.pairwise(cuts)]
+    first, end = at[:-1], at[1:]
+    elements, trainable = (
+        np.diff(values[at]) - chain.tied_surplus(first, end, trainable_only=only)
+        for values, only in ((chain.elements, False), (chain.trainable, True))
+    )
+    tails = np.zeros(len(kinds))
+    for stage, hiding in enumerate(np.diff(chain.backward[at])):
+        size = int(end[stage] - first[stage])
+        data = tables.data_axis(float(elements[stage]), float(trainable[stage]), size, backward_s=float(hiding))
+        tails[stage] = data.step_s + tables.optimizer_s(float(trainable[stage]))
+    least_tail_s = float(tails.reshape(strategy.virtual_stages, strategy.pipeline).sum(axis=0).min())
+    return least_tail_s + schedule.lower_bound_s(
+        strategy.schedule,
+        forward_s=forward.tolist(),
+        backward_s=(period - forward).tolist(),
+        send_s=sends_s(tables, cuts),
+        weight_s=[weight_s(space, strategy, chunk) for chunk in kinds],
+        micro_batches=strategy.micro_batches,
+        virtual_stages=strategy.virtual_stages,
+    )
+
+
+def weight_s(space: Space, strategy: Strategy, kinds: Sequence[LayerKind]) -> float:
+    """Seconds of a stage's backward that weights' gradients take; 0 where the schedule does not split it."""
+    if strategy.schedule != "zero_bubble":
+        return 0.0
+    device = space.problem.cluster.device
+    each = {id(kind): (kind, sum(other is kind for other in kinds)) for kind in kinds}
+    return sum(
+        count * weight_gradient_s(kind, device, micro_batch=strategy.micro_batch_size) for kind, count in each.values()
+    )
+
+
+def bubble_fraction(times: StageTimes, step_s: float) -> float:
+    """The share of ranks x step that no action fills."""
+    busy = times.micro_batches * (sum(times.forward_s) + sum(times.backward_s)) + sum(times.tail_s)
+    return max(0.0, 1 - busy / (times.ranks * step_s)) if step_s else 0.0
