@@ -1,6 +1,6 @@
 """The published dense runs as planning questions: what the search would choose on the same model, machines and batch.
 
-    python -m tests.regression.published    # prints the table of data/published_plans.txt; three minutes
+    python -m tests.regression.published    # prints the table of data/published_plans.txt; a minute
 
 A question is one model on one cluster at one global batch, with the runs that were published of it. The model's layers
 are those of :mod:`tests.regression.transformer`; both the search's plan and the published configuration are priced by
