@@ -127,7 +127,7 @@ class Engine:
     _known: dict[int, tuple[float, Decision | None]] = field(default_factory=dict, init=False)
     _floors: dict[int, float] = field(default_factory=dict, init=False)
     _simulated: dict[Strategy, float] = field(default_factory=dict, init=False)
-    _longer: dict[int, float] = field(default_factory=dict, init=False)
+    _longest: dict[int, float] = field(default_factory=dict, init=False)
     _order: list[int] | None = field(default=None, init=False)
     _bounds: LowerBounds | None = field(default=None, init=False)
 
@@ -241,12 +241,13 @@ class Engine:
 
     def _simulated_floor_s(self, index: int) -> float:
         """What every split of a candidate takes at least, as far as it was looked into."""
-        if index in self._floors or index not in self._longer:
+        if index in self._floors or index not in self._longest:
             return self._floors.get(index, 0.0)
         strategy = self.space.candidates.strategy(index)
+        if strategy.schedule not in ("gpipe", "1f1b"):
+            return 0.0
         chain = self.space.chain(strategy.tensor, strategy.micro_batch_size)
-        longest_s = self._blocks.bottleneck_s(strategy)
-        return simulated_with_longest_s(strategy, float(chain.period[-1]), longest_s)
+        return simulated_with_longest_s(strategy, float(chain.period[-1]), self._longest[index])
 
     def _fastest(self, tolerance: float) -> tuple[Decision | None, float, bool]:
         best: Decision | None = None
@@ -325,18 +326,24 @@ class Engine:
 
     def sharper_s(self, index: int) -> float:
         """A lower bound of one candidate that knows of recompute; inf where it does not fit."""
-        return float(self.bounds.step_s[index]) + self._longer_s(index) * float(
-            self.space.candidates.micro_batches[index] - 1
-        )
+        step_s = float(self.bounds.step_s[index])
+        strategy = self.space.candidates.strategy(index)
+        if strategy.pipeline == 1:
+            return step_s
+        return max(step_s, self._working_s(strategy, index))
 
-    def _longer_s(self, index: int) -> float:
-        """By how much the longest period is more than the bounds know, remembered."""
-        if index not in self._longer:
-            strategy = self.space.candidates.strategy(index)
-            told = strategy.pipeline > 1 and strategy.schedule in ("gpipe", "1f1b")
-            longest_s = self._blocks.bottleneck_s(strategy) if told else 0.0
-            self._longer[index] = max(0.0, longest_s - float(self.bounds.longest_s[index]))
-        return self._longer[index]
+    def _working_s(self, strategy: Strategy, index: int) -> float:
+        """What the rank with the longest period makes of a step, by its blocks alone. Interleaved ranks hold no fewer
+        micro-batches than those of 1F1B; of a zero-bubble step all counts but, at the end, weight gradients."""
+        if index not in self._longest:
+            self._longest[index] = self._blocks.bottleneck_s(strategy)
+        longest_s, micro_batches = self._longest[index], strategy.micro_batches
+        if strategy.schedule == "interleaved":
+            return micro_batches * longest_s
+        if strategy.schedule == "zero_bubble":
+            return max(1, micro_batches - strategy.pipeline + 1) * longest_s
+        longer_s = max(0.0, longest_s - float(self.bounds.longest_s[index]))
+        return float(self.bounds.step_s[index]) + (micro_batches - 1) * longer_s
 
     def _confirm(self, decision: Decision) -> Decision:
         """The same decision proven by the MILP, or by what proved it where there is no solver or nothing to solve."""

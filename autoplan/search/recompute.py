@@ -157,7 +157,7 @@ def _one_kind(number: int, choices: tuple[Choice, ...]) -> tuple[Floats, Floats,
 
 def _undominated(saved: Floats, extra: Floats) -> NDArray[np.int64]:
     """Indices of the points that no other beats in both, by ascending saving; ties keep the lowest index."""
-    order = np.lexsort((np.arange(len(saved)), extra, -saved))
+    order = np.lexsort((extra, -saved))
     # Walking from the largest saving down, a point stays if it is strictly cheaper than all before it.
     cheapest = np.minimum.accumulate(extra[order])
     stays = np.concatenate(([True], extra[order][1:] < cheapest[:-1]))
@@ -167,4 +167,4 @@ def _undominated(saved: Floats, extra: Floats) -> NDArray[np.int64]:
 def _thin(points: int) -> NDArray[np.int64]:
     """At most :data:`MOST_POINTS` indices, first and last among them. Dropping a point is conservative: what it would
     have served takes the next one, which saves more."""
-    return np.unique(np.linspace(0, points - 1, MOST_POINTS).astype(np.int64))
+    return np.linspace(0, points - 1, MOST_POINTS).astype(np.int64)
