@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -14,8 +15,15 @@ def predict(
     model: options.Model,
     gpus: options.Gpus,
     strategy: Annotated[
-        list[str], typer.Option("--strategy", metavar="K=V,...", help="The strategy: data=4,tensor=2,zero_stage=1.")
-    ],
+        list[str] | None,
+        typer.Option("--strategy", metavar="K=V,...", help="The strategy: data=4,tensor=2,zero_stage=1."),
+    ] = None,
+    config: Annotated[
+        Path | None,
+        typer.Option(
+            "--config", metavar="FILE", help="The strategy of a torchtitan, Megatron-LM, DeepSpeed or Accelerate setup."
+        ),
+    ] = None,
     stages: options.Stages = None,
     global_batch: options.GlobalBatch = None,
     seq: options.Sequence = None,
@@ -26,9 +34,17 @@ def predict(
 ) -> None:
     """Predict a given strategy; a key left out takes the value that costs least.
 
-    Exit code 1: it does not fit.
+    With --config the strategy, and the global batch, precision and sequence where they are not given, are those of a
+    configuration that you train with today; keys of --strategy go before its own. Exit code 1: it does not fit.
     """
     wanted = options.with_limits(options.parse_strategy(strategy), stages=stages)
+    if config is not None:
+        from autoplan.export.read import read_file
+
+        imported = read_file(config, None).imported
+        wanted = {**imported.strategy, **wanted}
+        global_batch, seq = global_batch or imported.global_batch, seq or imported.seq
+        precision = precision or imported.precision
     if not wanted:
         raise StrategyError("predict needs a strategy", attempt="--strategy data=4,tensor=2, or `autoplan plan`")
     options.check_writable(output)

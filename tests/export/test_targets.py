@@ -220,6 +220,19 @@ def test_the_command_line_writes_reads_and_overwrites_nothing(tmp_path: Path) ->
     again = run(application, ["export", str(plan), "--to", "megatron", "-o", str(tmp_path / "out")])
     assert (again.exit_code, "nothing is overwritten" in again.stderr) == (2, True)
 
+    predicted = run(
+        application,
+        [
+            *("predict", str(config), "--gpus", "8xH100", "--seq", "64", "--json"),
+            *("--config", str(tmp_path / "out" / "megatron.sh"), "--strategy", "tensor=1,data=4,micro_batch_size=2"),
+        ],
+    )
+    assert predicted.exit_code == 0, predicted.output
+    answer = json.loads(predicted.stdout)
+    degrees = {key: answer["strategy"][key] for key in ("data", "tensor", "pipeline", "zero_stage")}
+    assert degrees == {"data": 4, "tensor": 1, "pipeline": 2, "zero_stage": 1}
+    assert answer["global_batch"] == 16
+
     read = run(application, ["import", str(tmp_path / "out" / "megatron.sh"), "--json"])
     assert read.exit_code == 0, read.output
     strategy = json.loads(read.stdout)["strategy"]
