@@ -12,8 +12,7 @@ A path is written in a plan as an order of the layers in which its stages are in
 from __future__ import annotations
 
 import itertools
-import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -27,17 +26,21 @@ from autoplan.search.recompute import NOTHING, Frontier, extend
 
 Members = NDArray[np.bool_]
 
-# Down-sets of a model beyond which only cuts of the given order are tried: tables are this number squared.
+# Down-sets that are tried beside the prefixes: tables are this number squared. Where a model has more, layers that
+# follow each other directly are taken together, two, four, eight of them, until it has fewer.
 MOST_DOWN_SETS = 512
 
 
 @dataclass(frozen=True, kw_only=True)
 class DownSets:
     """``members``: [D, L], whether layer l is in down-set d; by size, so the first is empty and the last the whole.
-    Of one size the prefix of the given order comes first."""
+    Of one size the prefix of the given order comes first. ``first``: layers that may be the first; ``every``: no
+    down-set is left out."""
 
     members: Members
     edges: tuple[Edge, ...]
+    first: tuple[int, ...]
+    every: bool
 
     @cached_property
     def inside(self) -> Members:
@@ -87,23 +90,81 @@ def is_branching(graph: LayerGraph) -> bool:
 
 
 def down_sets(graph: LayerGraph, *, most: int = MOST_DOWN_SETS) -> DownSets | None:
-    """Every down-set of the layers; None where each is a prefix, or where there are more than ``most``."""
+    """Every down-set of the layers, or of runs of them where there are more than ``most``; None where each is a prefix,
+    or where even runs give too many."""
     if not is_branching(graph):
         return None
     inputs = _inputs(graph)
+    groups = [1 << layer for layer in range(len(inputs))]
+    found = _enumerated(groups, inputs, most)
+    while found is None:
+        paired = _paired(groups, inputs)
+        if len(paired) == len(groups):
+            return None
+        groups = paired
+        found = _enumerated(groups, inputs, most)
+    members = np.array([[bool(mask >> layer & 1) for layer in range(len(inputs))] for mask in found])
+    return DownSets(
+        members=members,
+        edges=graph.edges,
+        first=tuple(layer for layer, needed in enumerate(inputs) if not needed),
+        every=len(groups) == len(inputs),
+    )
+
+
+def _enumerated(groups: Sequence[int], inputs: Sequence[int], most: int) -> list[int] | None:
+    """The down-sets of groups of layers (sets as bits), by size; None where there are more than ``most``."""
+    needed = [_joined(group, inputs) & ~group for group in groups]
     level, found = {0}, [0]
     while level:
         level = {
-            done | 1 << layer
+            done | group
             for done in level
-            for layer, needed in enumerate(inputs)
-            if not done >> layer & 1 and needed & ~done == 0
+            for group, before in zip(groups, needed, strict=True)
+            if not done & group and before & ~done == 0
         }
         if len(found) + len(level) > most:
             return None
-        found += sorted(level, key=_layers_of)
-    members = np.array([[bool(mask >> layer & 1) for layer in range(len(inputs))] for mask in found])
-    return DownSets(members=members, edges=graph.edges)
+        found += level
+    return sorted(found, key=lambda mask: (mask.bit_count(), _layers_of(mask)))
+
+
+def _joined(group: int, inputs: Sequence[int]) -> int:
+    """What the layers of a group come after."""
+    joined = 0
+    for layer in _layers_of(group):
+        joined |= inputs[layer]
+    return joined
+
+
+def _paired(groups: Sequence[int], inputs: Sequence[int]) -> list[int]:
+    """The groups, two and two of them as one where one comes right after the other: all that the second comes after is
+    the first and what that comes after, and all that comes after the first is the second and what comes after that."""
+    before: list[int] = []  # in the given order, which is a topological one: groups are runs of what follows directly
+    for group in groups:
+        own = _joined(group, inputs) & ~group
+        before.append(own | _union(b | g for g, b in zip(groups, before, strict=False) if g & own))
+    after = [_union(g for g, b in zip(groups, before, strict=True) if b & group) for group in groups]
+    paired: list[int] = []
+    taken: set[int] = set()
+    for first, group in enumerate(groups):
+        if first in taken:
+            continue
+        for second in range(first + 1, len(groups)):
+            follows = before[second] == before[first] | group and after[first] == after[second] | groups[second]
+            if second not in taken and follows:
+                taken.add(second)
+                group |= groups[second]
+                break
+        paired.append(group)
+    return paired
+
+
+def _union(masks: Iterable[int]) -> int:
+    joined = 0
+    for mask in masks:
+        joined |= mask
+    return joined
 
 
 def _layers_of(mask: int) -> tuple[int, ...]:
@@ -126,9 +187,11 @@ def _inputs(graph: LayerGraph) -> list[int]:
 
 @dataclass(frozen=True, kw_only=True)
 class DownSetChain(Chain):
-    """A chain with a cut for every down-set: ``layers`` is the index of the last of them, spans are pairs of them."""
+    """A chain with a cut for every down-set: ``layers`` is the index of the last of them, spans are pairs of them.
+    ``least_in_order``: the least crossing of the given order's own cuts."""
 
     sets: DownSets
+    least_in_order: float
 
     def prefix(self, values: list[float]) -> Floats:
         sums: Floats = self.sets.members @ self.per_layer(values)
@@ -184,7 +247,7 @@ class DownSetChain(Chain):
         outer = self.sets.inside.copy()
         outer[:, -1] = False
         least = np.concatenate((self.crossing.received[inner], self.crossing.sent[outer]))
-        return float(least.min(initial=math.inf))
+        return float(least.min(initial=self.least_in_order))
 
 
 def down_set_chain(chain: Chain, sets: DownSets, *, samples: int) -> DownSetChain:
@@ -198,4 +261,5 @@ def down_set_chain(chain: Chain, sets: DownSets, *, samples: int) -> DownSetChai
         tied=chain.tied,
         crossing=sets.crossing(samples),
         sets=sets,
+        least_in_order=chain.least_crossing,
     )

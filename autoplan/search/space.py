@@ -8,8 +8,6 @@ import math
 from dataclasses import dataclass, field
 from functools import cached_property
 
-import numpy as np
-
 from autoplan.cost_models.memory import count_elements
 from autoplan.cost_models.recipes import Recipe, recipe
 from autoplan.errors import StrategyError
@@ -87,10 +85,7 @@ class Space:
     @cached_property
     def first_layers(self) -> tuple[int, ...]:
         """Layers that may be the first."""
-        sets = self.down_sets
-        if sets is None:
-            return (0,)
-        return tuple(int(layer) for layer in np.nonzero(sets.members[sets.members.sum(axis=1) == 1].any(axis=0))[0])
+        return (0,) if self.down_sets is None else self.down_sets.first
 
     def ordered(self, order: tuple[int, ...]) -> Space:
         """The same space with its layers in another order; () is its own."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from autoplan.plan import ModelSummary, Strategy
+from autoplan.search.dag import down_sets, is_branching
 from autoplan.search.listed import is_listed
 from autoplan.search.problem import Problem
 
@@ -13,6 +14,15 @@ _OVERLAP = (
 _EVEN = (
     "stages of interleaved and zero-bubble schedules are the most even ones, with one recompute policy a GPU; "
     "other cuts were not tried"
+)
+
+
+_BRANCHES = (
+    "the model has branches: its layers are listed in the order of the stages, and a stage is priced as if it waited for "
+    "the one before it even where it reads nothing from it"
+)
+_RUNS = (
+    "cuts within runs of layers that follow each other were tried in the model's own order alone: there are too many"
 )
 
 
@@ -35,4 +45,13 @@ def assumptions(problem: Problem, strategy: Strategy) -> tuple[str, ...]:
     found = problem.assumptions
     if strategy.data > 1:
         found = (*found, _OVERLAP)
-    return (*found, _EVEN) if is_listed(strategy) else found
+    if is_listed(strategy):
+        return (*found, _EVEN)
+    return (*found, *_of_branches(problem)) if strategy.pipeline > 1 else found
+
+
+def _of_branches(problem: Problem) -> tuple[str, ...]:
+    if not is_branching(problem.layers):
+        return ()
+    sets = down_sets(problem.layers)
+    return (_BRANCHES,) if sets is not None and sets.every else (_BRANCHES, _RUNS)
