@@ -18,8 +18,8 @@ _EVEN = (
 
 
 _BRANCHES = (
-    "the model has branches: its layers are listed in the order of the stages, and a stage is priced as if it waited for "
-    "the one before it even where it reads nothing from it"
+    "the model has branches: its layers are listed in the order of the stages, and a stage is priced as if it waited "
+    "for the one before it even where it reads nothing from it"
 )
 _RUNS = (
     "cuts within runs of layers that follow each other were tried in the model's own order alone: there are too many"
