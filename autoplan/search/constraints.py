@@ -50,6 +50,8 @@ def with_limits(problem: Problem) -> Problem:
         if key in problem.forced:
             changed, sentence = read(changed, problem.forced[key])
             said.append(sentence)
+    if "virtual_stages" in ranged and ranged["virtual_stages"].lowest > 1:  # only this schedule has them
+        changed = dataclasses.replace(changed, forced={"schedule": "interleaved", **changed.forced})
     lowest = ranged["tensor"].lowest if "tensor" in ranged else 1
     if lowest > problem.cluster.gpus_per_node and problem.max_tensor is None:
         changed = dataclasses.replace(changed, max_tensor=problem.cluster.gpus)

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from autoplan.plan import Strategy
+from autoplan.search.constraints import permits
 from autoplan.search.degrees import LEAST_BUBBLE, VIRTUAL_STAGES
 
 if TYPE_CHECKING:
@@ -35,6 +36,8 @@ def faster_schedule(engine: Engine, chosen: Decision, tolerance: float) -> Decis
     limit_s = engine.step_s(chosen) / (1 + tolerance)
     for strategy in _pool(engine, chosen.strategy):
         for other in variants(strategy, engine.space.problem.schedules, len(engine.space.problem.layers.layers)):
+            if not permits(engine.space.problem, other):
+                continue
             decision = engine.under(other, limit_s)
             if decision is not None and engine.step_s(decision) < limit_s:
                 found.append(decision)

@@ -202,3 +202,12 @@ def test_limits_hold_on_clusters_of_several_kinds(forced: dict[str, Any], holds:
     machines = mixed([group(2, nodes=2, memory_gib=16), group(2, speed=0.5, memory_gib=16)], between=25e9)
     plan = search(problem(LARGE, machines, forced=forced))
     assert holds(plan.strategy) and plan.forced == forced
+
+
+def test_a_range_of_chunks_holds_for_schedules_that_are_tried_last() -> None:
+    """Two stages of few micro-batches: their bubble makes another schedule worth it, and chunks are not wanted."""
+    chain = [Dense(elements=40_000_000, saved=4.0 * 2**20)] * 16
+    deep = {"pipeline": 4, "tensor": 1, "data": 1, "micro_batch_size": 8}
+    plan = search(problem(chain, cluster(4), forced=deep | {"virtual_stages": ">=2"}))
+    assert plan.strategy.virtual_stages >= 2 and plan.strategy.schedule == "interleaved"
+    assert search(problem(chain, cluster(4), forced=deep | {"virtual_stages": "<=1"})).strategy.virtual_stages == 1
