@@ -26,10 +26,13 @@ class LayerView:
     batch_size: int
     dynamic: bool
     shares: Mapping[Node, Shard] = field(default_factory=dict)
+    _sizes: dict[Node, tuple[float, bool]] = field(default_factory=dict, init=False, repr=False)
 
     def handed(self, node: Node) -> Placement:
         """How layers hand each other the value."""
         return self.shares.get(node, REPLICATE)
 
     def bytes_of(self, node: Node) -> tuple[float, bool]:
-        return sample_bytes(node, batch_size=self.batch_size, dynamic=self.dynamic)
+        if node not in self._sizes:
+            self._sizes[node] = sample_bytes(node, batch_size=self.batch_size, dynamic=self.dynamic)
+        return self._sizes[node]

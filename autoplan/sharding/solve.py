@@ -13,6 +13,7 @@ import math
 from collections import defaultdict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 
 from torch.fx import Node
 
@@ -292,10 +293,13 @@ class _Solver:
 
     def _parameter_id(self, name: str) -> int:
         group = next((group for group in self.capture.tied if name in group), (name,))
-        for node in self.facts.graph.nodes:
-            if node.op == "get_attr" and str(node.target) in group:
-                return id(self.facts.parameter(node))
-        return 0
+        return next((self._parameter_ids[alias] for alias in group if alias in self._parameter_ids), 0)
+
+    @cached_property
+    def _parameter_ids(self) -> dict[str, int]:
+        """The identity of every Parameter by the names under which the graph reads it."""
+        read = (node for node in self.facts.graph.nodes if node.op == "get_attr")
+        return {str(node.target): id(self.facts.parameter(node)) for node in read}
 
     def _lacks_rule(self, node: Node) -> bool:
         return rule_of(node) is None and self.facts.differentiable[node] and not needs_no_rule(node)
