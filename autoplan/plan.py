@@ -16,15 +16,16 @@ import os
 import tempfile
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, ClassVar, NamedTuple
-
-from pydantic import ConfigDict, TypeAdapter, ValidationError
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 from autoplan.consistency import first_problem
 from autoplan.errors import PlanFileError
 
+if TYPE_CHECKING:  # at run time only where a file is read: a third of what `autoplan --help` would import
+    from pydantic import ConfigDict, TypeAdapter
+
 SCHEMA_VERSION = 1
-_STRICT = ConfigDict(extra="forbid", strict=False)
+_STRICT: ConfigDict = {"extra": "forbid", "strict": False}
 
 
 class Coordinates(NamedTuple):
@@ -336,6 +337,8 @@ class Plan:
                 where=where,
                 attempt="see its `suggestions`, and plan again",
             )
+        from pydantic import ValidationError
+
         try:
             plan = _adapter().validate_json(json.dumps(data), strict=True)
         except ValidationError as error:
@@ -385,6 +388,8 @@ class Plan:
 
 @functools.cache
 def _adapter() -> TypeAdapter[Plan]:
+    from pydantic import TypeAdapter
+
     return TypeAdapter(Plan)
 
 

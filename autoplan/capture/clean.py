@@ -223,12 +223,7 @@ def _assemble(
     graph: Graph, constants: Mapping[str, Any], tensors: Mapping[str, Tensor], model: nn.Module
 ) -> GraphModule:
     """A GraphModule that holds the user's own tensors, used or not, in the user's order, and the trace's constants."""
-    root = nn.Module()
-    for target, value in (*tensors.items(), *constants.items()):
-        _assign(root, target, value)
-    plain = _LazyGraphModule(root, graph, class_name=type(model).__name__)
-    for table in (plain._parameters, plain._buffers, plain._modules):
-        table.clear()
+    plain = _LazyGraphModule(nn.Module(), Graph(), class_name=type(model).__name__)
     for target, tensor in tensors.items():
         _assign(plain, target, tensor)
     for target, value in constants.items():
@@ -237,6 +232,7 @@ def _assemble(
     for path, module in model.named_modules():
         for name in module._non_persistent_buffers_set:
             plain.get_submodule(path)._non_persistent_buffers_set.add(name)
+    plain.graph = graph
     return plain
 
 
