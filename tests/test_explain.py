@@ -85,7 +85,9 @@ def test_sixteen_stages_are_legible() -> None:
 
 
 def test_many_stages_share_rows() -> None:
-    text = text_of(problem([Dense(elements=10_000_000)] * 64, cluster(8, nodes=4), forced={"pipeline": 32, "schedule": "1f1b"}))
+    text = text_of(
+        problem([Dense(elements=10_000_000)] * 64, cluster(8, nodes=4), forced={"pipeline": 32, "schedule": "1f1b"})
+    )
     rows = [line for line in text.splitlines() if "[" in line]
     assert len(rows) < 16
     assert any("stages x 2 layers" in row for row in rows)
@@ -130,3 +132,13 @@ def test_times_counts_bars_and_names() -> None:
     assert [bar(v, 10) for v in (0, 1e-9, 0.5, 2)] == ["." * 10, "#.........", "#####.....", "#" * 10]
     assert shorten("model.layers.31.feed_forward", 12) == "mode..orward"
     assert len(shorten("model.layers.31.feed_forward", 12)) == 12
+
+
+def test_what_is_given_up_and_for_what() -> None:
+    """2% for less parallelism, and 10% for state that is whole on every rank."""
+    plan = search(problem([Dense(elements=5_000_000)] * 8, cluster(4)))
+    assert plan.strategy.axes == ("data",)
+    for more, why in ((1.01, "less parallelism wins"), (1.05, "sharded only where that gains more than 10%")):
+        certificate = dataclasses.replace(plan.certificate, best_s=1.0, objective_s=more)
+        text = " ".join(explain(dataclasses.replace(plan, certificate=certificate)).split())
+        assert f"{more - 1:.1%} more than that" in text and why in text
