@@ -8,6 +8,7 @@ import time
 
 from autoplan.cost_models.precision import dtype_bytes
 from autoplan.cost_models.timeline import host_load_bytes
+from autoplan.errors import InfeasibleError, StrategyError
 from autoplan.plan import Certificate, ClusterSummary, Plan, Strategy
 from autoplan.search.axes import axes
 from autoplan.search.cases import case
@@ -15,6 +16,7 @@ from autoplan.search.constraints import asked, freed
 from autoplan.search.context import context_degree, restored, sliced
 from autoplan.search.engine import TOLERANCE, Engine, Found
 from autoplan.search.evaluate import Evaluation, evaluate_decision, plan_stages, predicted
+from autoplan.search.expert import expert_degree, experts_apart, respread, spread
 from autoplan.search.families import alternatives, best_of_families, family_of
 from autoplan.search.heterogeneous_plan import plan_of_groups
 from autoplan.search.infeasible import infeasible
@@ -26,6 +28,8 @@ from autoplan.search.summaries import assumptions, model_summary
 
 # Relative difference between the cost that was searched for and that of the final plan.
 MOST_APART = 1e-6
+# Searches with less room for experts' state, how much more to leave each time, and the most of a GPU to leave.
+_TRIES, _MORE, _MOST_HEADROOM = 5, 0.01, 0.95
 
 
 def search(problem: Problem, *, time_limit_s: float | None = None, solver: SolverName | str | None = "auto") -> Plan:
@@ -41,9 +45,7 @@ def search(problem: Problem, *, time_limit_s: float | None = None, solver: Solve
 def predict(problem: Problem, *, solver: SolverName | str | None = "auto") -> Plan:
     """Time and memory of the forced keys; what they leave open takes the value that costs least, and is named in the
     plan's assumptions. Raises as :func:`search`."""
-    degree = context_degree(problem)
-    plan = _answer(sliced(problem, degree) if degree > 1 else problem, None, solver, tolerance=0.0)
-    plan = restored(problem, plan, degree) if degree > 1 else plan
+    plan = _predicted(problem, solver)
     open_keys: tuple[str, ...] = ("data", "tensor", "pipeline", "zero_stage", "micro_batch_size", "schedule")
     if plan.strategy.schedule == "interleaved":
         open_keys = (*open_keys, "virtual_stages")
@@ -52,6 +54,41 @@ def predict(problem: Problem, *, solver: SolverName | str | None = "auto") -> Pl
         return plan
     note = f"not given, so the value that costs least: {', '.join(filled)}"
     return dataclasses.replace(plan, assumptions=(note, *plan.assumptions))
+
+
+def _predicted(problem: Problem, solver: SolverName | str | None) -> Plan:
+    """The plan of the forced keys, with the axes that are priced and not searched."""
+    context, expert = context_degree(problem), expert_degree(problem)
+    if context > 1 and expert > 1:
+        raise StrategyError(
+            f"context {context} and expert {expert} together are not priced yet",
+            where="strategy keys `context`, `expert`",
+            legal="one of them at 1",
+        )
+    if context > 1:
+        return restored(problem, _answer(sliced(problem, context), None, solver, tolerance=0.0), context)
+    if expert > 1:
+        return respread(problem, _fitting(spread(problem, expert), solver))
+    return _answer(problem, None, solver, tolerance=0.0)
+
+
+def _fitting(problem: Problem, solver: SolverName | str | None) -> Plan:
+    """The search takes experts' state as shared by more ranks than share it: what it finds too large for a GPU is
+    searched again with as much less room."""
+    headroom = problem.memory_headroom
+    for _ in range(_TRIES):
+        plan = _answer(dataclasses.replace(problem, memory_headroom=headroom), None, solver, tolerance=0.0)
+        over = plan.predicted.peak_memory_bytes / problem.usable_bytes - 1
+        if over <= 0:
+            return plan
+        headroom = min(_MOST_HEADROOM, headroom + (1 - problem.memory_headroom) * (over + _MORE))
+    short = plan.predicted.peak_memory_bytes - problem.usable_bytes
+    raise InfeasibleError(
+        f"{problem.layers.name} does not fit {problem.cluster.spec}: {plan.strategy.describe()} is {short / 2**30:.2f} "
+        "GiB short a GPU",
+        short_by_bytes=short,
+        attempt="a higher zero_stage, a smaller micro_batch_size, or more pipeline stages",
+    )
 
 
 def _answer(problem: Problem, time_limit_s: float | None, solver: SolverName | str | None, tolerance: float) -> Plan:
@@ -74,6 +111,8 @@ def _planned(engine: Engine, found: Found) -> Plan:
     chosen = found.chosen
     evaluation = evaluate_decision(engine.space.ordered(chosen.order), chosen.strategy, chosen.cuts)
     _check_cost(found, evaluation)
+    if engine.space.problem.expert > 1:
+        evaluation = experts_apart(engine.space.ordered(chosen.order), evaluation)
     return _plan(engine, found, evaluation)
 
 

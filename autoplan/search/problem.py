@@ -33,6 +33,7 @@ class Problem:
     ``sequence_kinds(degree)``: like ``tensor_kinds`` under sequence parallelism, where layers hand each other shares of
     the sequence; it raises :class:`StrategyError` where no share can be made, and says why. ``sequence_edges(degree)``:
     ``layers.edges`` then, with the bytes that one rank sends. None where sequence parallelism is not offered.
+    ``expert``: ranks that the kinds' experts are spread over (:mod:`autoplan.search.expert`).
     """
 
     layers: LayerGraph
@@ -57,6 +58,7 @@ class Problem:
     base: Problem | None = None
     sequence_kinds: Callable[[int], tuple[LayerKind, ...]] | None = None
     sequence_edges: Callable[[int], tuple[Edge, ...]] | None = None
+    expert: int = 1
 
     @property
     def usable_bytes(self) -> float:

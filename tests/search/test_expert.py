@@ -1,0 +1,134 @@
+"""predict with an expert axis: a share of the experts on every rank, and what that costs."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from autoplan.cluster import Cluster
+from autoplan.cost_models.communication import Group, all_to_all_s
+from autoplan.cost_models.memory import count_elements
+from autoplan.errors import InfeasibleError, StrategyError
+from autoplan.layers.types import Edge, Layer, LayerGraph, LayerKind
+from autoplan.plan import Plan
+from autoplan.search import Problem, predict, search
+from autoplan.search.expert import SKEW, share_of
+from tests.regression.mixture import Mixture, mixture_block
+from tests.regression.transformer import Shape, block, embedding, head
+
+SHAPE = Shape(
+    layers=4, hidden=2048, ffn=4096, heads=16, kv_heads=4, vocab=32000, seq=4096, family="llama", flash=True,
+    dropout=False,
+)  # fmt: skip
+MIXTURE = Mixture(experts=16, topk=2, ffn=4096, parallel=1)
+ROW = 2.0 * SHAPE.seq * SHAPE.hidden
+
+
+def layer(tensor: int = 1) -> LayerKind:
+    kind = mixture_block(dataclasses.replace(SHAPE, tensor=tensor), MIXTURE)
+    marked = tuple(dataclasses.replace(p, expert=p.role == "experts") for p in kind.parameters)
+    return dataclasses.replace(kind, parameters=marked)
+
+
+def problem(*, dense: bool = False, cluster: str = "2x8xH100", **keys: object) -> Problem:
+    kinds = (embedding(SHAPE), block(SHAPE) if dense else layer(), head(SHAPE))
+    each = [0, *[1] * SHAPE.layers, 2]
+    return Problem(
+        layers=LayerGraph(
+            name="small mixture",
+            layers=tuple(Layer(name=f"layers.{i}", kind=kind, nodes=()) for i, kind in enumerate(each)),
+            kinds=kinds,
+            edges=tuple(
+                Edge(value=f"x{i}", source=i, targets=(i + 1,), bytes_per_sample=ROW) for i in range(len(each) - 1)
+            ),
+            tokens_per_sample=SHAPE.seq,
+            dtype="bf16",
+            fingerprint="",
+        ),
+        tensor_kinds=lambda degree: (embedding(SHAPE), layer(degree), head(SHAPE)),
+        cluster=Cluster.parse(cluster),
+        global_batch=32,
+        precision="bf16",
+        forced=keys,
+    )
+
+
+FIXED = {"data": 16, "tensor": 1, "pipeline": 1, "micro_batch_size": 1}
+
+
+@pytest.mark.parametrize("degree", [2, 8])
+def test_a_share_has_fewer_experts_and_as_much_work(degree: int) -> None:
+    whole, share = layer(), share_of(layer(), degree, tensor=1)
+    assert share.flops == pytest.approx(whole.flops)
+    one, other = count_elements([whole]), count_elements([share])
+    assert other.expert * degree == one.expert
+    assert other.total - other.expert == one.total - one.expert
+    for op, local in zip(whole.operators, share.operators, strict=True):
+        if op.kind == "grouped_gemm":
+            assert op.gemm and local.gemm
+            assert local.gemm.groups * degree == op.gemm.groups
+            assert local.gemm.m * local.gemm.groups == op.gemm.m * op.gemm.groups
+
+
+def test_experts_share_their_state_with_their_copies() -> None:
+    plan = predict(problem(expert=8, zero_stage=1, **FIXED))
+    assert plan.strategy.expert == 8
+    assert plan.strategy.gpus == 16
+    elements = count_elements([problem().layers.kinds[one.kind] for one in problem().layers.layers])
+    dense, experts = elements.total - elements.expert, elements.expert
+    terms = plan.stages[0].memory_terms
+    assert terms["weights"] == pytest.approx(2 * (dense + experts / 8))
+    assert terms["optimizer_state"] == pytest.approx(8 * (dense / 16 + experts / 8 / 2))
+    assert plan.model.parameters == elements.total
+    assert plan.predicted.host_load_bytes == pytest.approx(8 * 2 * elements.total)
+
+
+def test_where_each_rank_has_experts_of_its_own_nothing_sums_their_gradients() -> None:
+    wide, narrow = (predict(problem(expert=e, zero_stage=0, **FIXED)) for e in (16, 2))
+    assert wide.stages[0].synchronise_s < narrow.stages[0].synchronise_s
+
+
+def test_rows_go_to_the_experts_and_back_twice() -> None:
+    plan = predict(problem(expert=8, zero_stage=1, **FIXED))
+    row = next(axis for axis in plan.axes if axis.name == "expert")
+    routed = MIXTURE.topk * ROW
+    each = 4 * all_to_all_s(Cluster.parse("2x8xH100"), Group(size=8, stride=1), SKEW * routed)
+    assert row.exposed_s == pytest.approx(plan.strategy.micro_batches * SHAPE.layers * each, rel=1e-3)
+    assert row.times_per_step == plan.strategy.micro_batches * SHAPE.layers * 4
+    assert "NVLink" in row.link
+
+
+def test_the_plan_reads_back() -> None:
+    plan = predict(problem(expert=4))
+    assert plan.strategy.data % 4 == 0
+    assert Plan.from_json(plan.to_json()) == dataclasses.replace(plan, seconds={})
+
+
+def test_it_fits_where_whole_experts_do_not() -> None:
+    keys = {**FIXED, "zero_stage": 1, "recompute": "none"}
+    whole = predict(problem(**keys)).predicted.peak_memory_bytes
+    shared = predict(problem(expert=16, **keys)).predicted.peak_memory_bytes
+    assert shared < 0.7 * whole
+    small = dataclasses.replace(problem(expert=2, **keys), memory_headroom=1 - shared / 79.1 / 2**30)
+    with pytest.raises(InfeasibleError, match="short a GPU"):
+        predict(small)
+
+
+@pytest.mark.parametrize(
+    ("keys", "said"),
+    [
+        ({"expert": 3}, "16 experts"),
+        ({"expert": 8, "data": 4}, "no multiple"),
+        ({"expert": 2, "context": 2}, "together"),
+        ({"expert": 2, "dense": True}, "no experts"),
+    ],
+)
+def test_what_cannot_be_is_refused(keys: dict[str, int], said: str) -> None:
+    with pytest.raises(StrategyError, match=said):
+        predict(problem(**keys))  # type: ignore[arg-type]
+
+
+def test_only_predict_has_the_axis() -> None:
+    with pytest.raises(StrategyError, match="expert"):
+        search(problem(expert=2))
