@@ -31,7 +31,7 @@ def _pipeline(space: Space, evaluation: Evaluation) -> Axis:
     stage_of = [s for s, stage in enumerate(evaluation.stages) for _ in range(stage.first, stage.end)]
     # A GPU sends activations forward and gradients back: the busiest does both. Its own stages hand over.
     sent = [0.0] * strategy.pipeline
-    for value in transfers(space.problem.layers, stage_of, samples=strategy.micro_batch_size):
+    for value in transfers(space.problem.layers_under(strategy.tensor), stage_of, samples=strategy.micro_batch_size):
         source, *readers = (rank_of_stage(s, ranks=strategy.pipeline) for s in (value.source, *value.destinations))
         for reader in readers:
             if reader != source:
@@ -93,7 +93,7 @@ def _tensor(space: Space, evaluation: Evaluation) -> Axis:
     return Axis(
         name="tensor",
         degree=degree,
-        splits="matrices",
+        splits="matrices and the sequence" if strategy.sequence_parallel else "matrices",
         collective=", ".join(name.replace("_", "-") for name in sorted(counts)) or "none",
         times_per_step=micro * len(found),
         bytes_per_step=micro * sent,

@@ -46,6 +46,7 @@ class Candidates:
     # Rows that run another schedule than ``schedule``: its position in :data:`schedules.SCHEDULES`, else -1.
     other: Integers
     virtual_stages: Integers
+    sequence: bool = False
 
     def __len__(self) -> int:
         return len(self.data)
@@ -78,6 +79,7 @@ class Candidates:
             micro_batch_size=int(self.micro_batch_size[index]),
             micro_batches=int(self.micro_batches[index]),
             schedule=self.schedule_of(index),
+            sequence_parallel=self.sequence and int(self.tensor[index]) > 1,
         )
 
 
@@ -115,6 +117,7 @@ def enumerate_candidates(problem: Problem, forced: Forced, *, tensors: Iterable[
         schedule=_first_schedule(problem, forced),
         other=other,
         virtual_stages=virtual_stages,
+        sequence=problem.sequence,
     )
 
 
@@ -159,7 +162,7 @@ def tensor_degrees(problem: Problem, forced: Forced) -> tuple[int, ...]:
     if forced.tensor:
         return (forced.tensor,)
     highest = problem.max_tensor or problem.cluster.gpus_per_node
-    return tuple(d for d in divisors(problem.cluster.gpus) if d <= highest)
+    return tuple(d for d in divisors(problem.cluster.gpus) if (2 if problem.sequence else 1) <= d <= highest)
 
 
 def _rows(problem: Problem, forced: Forced, gpus: int, tensors: tuple[int, ...]) -> list[tuple[int, ...]]:

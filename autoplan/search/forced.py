@@ -9,7 +9,7 @@ from typing import Any
 from autoplan.errors import StrategyError
 from autoplan.schedules import SCHEDULES
 from autoplan.search.constraints import LIMITS
-from autoplan.search.degrees import divisors, whole_counts
+from autoplan.search.degrees import divisors, tensor_degrees, whole_counts
 from autoplan.search.problem import Problem
 
 KEYS = (
@@ -27,7 +27,7 @@ KEYS = (
 )
 DEGREES = ("data", "tensor", "pipeline")
 _LATER = {"context": "context parallelism", "expert": "expert parallelism"}
-_LATER_ATTEMPTS = {"context": "`predict` prices it; leave it out to plan", "expert": "leave `expert` out"}
+_LATER_ATTEMPT = "`predict` prices it; leave it out to plan"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,7 +62,16 @@ def read_forced(problem: Problem) -> Forced:
     for key in ("context", "expert", "sequence_parallel"):
         values.pop(key, None)
     forced = Forced(**values)
-    checks = (_check_choices, _check_product, _check_pipeline, _check_chunks, _check_tensor, _check_batch, _check_zero)
+    checks = (
+        _check_choices,
+        _check_product,
+        _check_pipeline,
+        _check_chunks,
+        _check_sequence,
+        _check_tensor,
+        _check_batch,
+        _check_zero,
+    )
     for check in checks:
         check(problem, forced)
     return forced
@@ -83,20 +92,14 @@ def _read(key: str, value: Any) -> int | str | bool:
     if number is None or number < lowest or (key == "zero_stage" and number > 3):
         raise _wrong(key, value, legal)
     if key in _LATER and number > 1:
-        raise StrategyError(
-            f"`{key}` {number}: {_LATER[key]} is not offered yet", legal="1", attempt=_LATER_ATTEMPTS[key]
-        )
+        raise StrategyError(f"`{key}` {number}: {_LATER[key]} is not offered yet", legal="1", attempt=_LATER_ATTEMPT)
     return number
 
 
 def _read_flag(key: str, value: Any) -> bool:
     given = {"true": True, "false": False}.get(str(value).lower())
     if given is None:
-        raise _wrong(key, value, "false")
-    if given:
-        raise StrategyError(
-            "`sequence_parallel` true: sequence parallelism is not offered yet", legal="false", attempt="leave it out"
-        )
+        raise _wrong(key, value, "true, false")
     return given
 
 
@@ -201,6 +204,22 @@ def _check_chunks(problem: Problem, forced: Forced) -> None:
             f"{problem.layers.name} has {layers}",
             where="strategy key `virtual_stages`",
             legal=f"1 to {max(1, layers // (forced.pipeline or 2))}",
+        )
+
+
+def _check_sequence(problem: Problem, forced: Forced) -> None:
+    if not problem.sequence:
+        return
+    where = "strategy key `sequence_parallel`"
+    if problem.sequence_kinds is None or problem.cluster.groups:
+        here = "on clusters of several kinds of GPUs" if problem.cluster.groups else "beside a context or expert axis"
+        raise StrategyError(f"`sequence_parallel` true is not offered {here}", where=where, legal="false")
+    if not any(degree > 1 for degree in tensor_degrees(problem, forced)):
+        raise StrategyError(
+            "`sequence_parallel` true splits the sequence over the tensor axis, and there is none",
+            where=where,
+            legal="false, or a tensor degree of at least 2 on as many GPUs",
+            attempt="strategy={'tensor': 2, 'sequence_parallel': True}",
         )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -10,6 +11,7 @@ from autoplan.cluster import Cluster
 from autoplan.errors import StrategyError
 from autoplan.layers.types import Edge, LayerGraph, LayerKind
 from autoplan.schedules import SCHEDULES
+from autoplan.search.dag_transfers import is_chain
 from autoplan.search.ranges import Range
 
 RECOMPUTE_POLICIES = ("none", "selective", "full")
@@ -67,7 +69,23 @@ class Problem:
 
     def kinds(self, degree: int) -> tuple[LayerKind, ...]:
         """Layer kinds under ``degree``; the model's own for 1."""
-        return self.layers.kinds if degree == 1 else self.tensor_kinds(degree)
+        if degree == 1:
+            return self.layers.kinds
+        if self.sequence and self.sequence_kinds is not None:
+            return self.sequence_kinds(degree)
+        return self.tensor_kinds(degree)
+
+    @property
+    def sequence(self) -> bool:
+        """Whether candidates with a tensor axis are sequence parallel: where that is forced."""
+        return str(self.forced.get("sequence_parallel")).lower() == "true"
+
+    def layers_under(self, degree: int) -> LayerGraph:
+        """The layers with the bytes that one rank sends. Of a model that is no chain the whole values, which is more
+        than is sent under sequence parallelism."""
+        if degree == 1 or not self.sequence or self.sequence_edges is None or not is_chain(self.layers):
+            return self.layers
+        return dataclasses.replace(self.layers, edges=self.sequence_edges(degree))
 
 
 def check(problem: Problem) -> None:

@@ -118,9 +118,8 @@ class Space:
             costs = tuple(
                 kind_costs(kind, self.problem.cluster, tensor=tensor, micro_batch=micro_batch) for kind in kinds
             )
-            self._chains[key] = build_chain(
-                self.problem.layers, kinds, costs, policies=self.policies, samples=micro_batch
-            )
+            layers = self.problem.layers_under(tensor)
+            self._chains[key] = build_chain(layers, kinds, costs, policies=self.policies, samples=micro_batch)
         return self._chains[key]
 
     def totals(self, tensor: int) -> tuple[int, int]:

@@ -41,8 +41,6 @@ def test_zero_stage_is_0_to_3(value: Any) -> None:
     [
         {"context": 2},
         {"expert": 4},
-        {"sequence_parallel": True},
-        {"sequence_parallel": "true"},
     ],
 )
 def test_what_is_not_offered_yet_says_so(forced: dict[str, Any]) -> None:
