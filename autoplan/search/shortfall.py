@@ -13,6 +13,7 @@ from autoplan.search.engine import Engine
 from autoplan.search.evaluate import stage_costs
 from autoplan.search.listed import even_cuts, is_listed, least_rank_terms, total
 from autoplan.search.space import Space
+from autoplan.search.tables import Tables
 
 # Candidates that are split exactly before the nearest of them is the answer.
 MOST_TRIED = 64
@@ -43,7 +44,7 @@ def nearest(engine: Engine, chosen: np.ndarray | None = None) -> Shortfall | Non
     rows = np.arange(len(space.candidates)) if chosen is None else np.nonzero(chosen)[0]
     order = sorted((int(i) for i in rows), key=lambda i: (bounds.short_bytes[i], i))
     capacity = space.problem.usable_bytes
-    best: tuple[float, Strategy, tuple[int, ...]] | None = None
+    best: tuple[float, Strategy, _Cut] | None = None
     for index in order[:MOST_TRIED]:
         if best is not None and bounds.short_bytes[index] >= best[0] - capacity:
             break
@@ -51,24 +52,46 @@ def nearest(engine: Engine, chosen: np.ndarray | None = None) -> Shortfall | Non
         found = _fullest(space, strategy)
         if best is None or found[0] < best[0]:
             best = (found[0], strategy, found[1])
-    return None if best is None else _describe(space, best[1], best[2])
+    return None if best is None else _describe(space.ordered(best[2].order), best[1], best[2].cuts)
 
 
-def _fullest(space: Space, strategy: Strategy) -> tuple[float, tuple[int, ...]]:
-    """Least possible bytes of the fullest stage, and the cuts: a min-max path over all stages, or what was fixed."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Cut:
+    """``cuts`` of the layers in ``order``, () for the given one."""
+
+    cuts: tuple[int, ...]
+    order: tuple[int, ...] = ()
+
+
+def _fullest(space: Space, strategy: Strategy) -> tuple[float, _Cut]:
+    """Least possible bytes of the fullest stage, and where that is: a min-max path over all stages, or what was
+    fixed."""
     if is_listed(strategy):
         even = even_cuts(space, strategy) or ()
         ranks = range(strategy.pipeline) if even else ()
-        return max((total(least_rank_terms(space, strategy, even, rank)) for rank in ranks), default=math.inf), even
+        needed = max((total(least_rank_terms(space, strategy, even, rank)) for rank in ranks), default=math.inf)
+        return needed, _Cut(cuts=even)
     tables = space.tables(strategy)
     fixed = space.problem.stages
     if len(fixed) == strategy.pipeline + 1:
         spans = enumerate(itertools.pairwise(fixed))
-        return max(float(tables.least_bytes(stage)[first, end]) for stage, (first, end) in spans), fixed
+        return max(float(tables.least_bytes(stage)[first, end]) for stage, (first, end) in spans), _Cut(cuts=fixed)
+    needed, cuts = _least_path(tables)
+    sets = space.down_sets
+    if sets is not None and strategy.pipeline > 1:
+        fewer, path = _least_path(space.convex_tables(strategy))
+        if fewer < needed:
+            order, cuts = sets.order(path)
+            return fewer, _Cut(cuts=cuts, order=order)
+    return needed, _Cut(cuts=cuts)
+
+
+def _least_path(tables: Tables) -> tuple[float, tuple[int, ...]]:
+    """The least bytes of the fullest stage over all paths of stages, and the cuts on that path."""
     least = np.full(tables.chain.layers + 1, math.inf)
     least[0] = 0.0
     back = []
-    for stage in range(strategy.pipeline):
+    for stage in range(tables.strategy.pipeline):
         through = np.maximum(least[:, None], tables.least_bytes(stage))
         back.append(np.argmin(through, axis=0))
         least = np.min(through, axis=0)

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from autoplan.cluster import Cluster
+from autoplan.errors import InfeasibleError
 from autoplan.layers.order import in_order_of, reordered
 from autoplan.layers.types import Edge, LayerGraph
 from autoplan.plan import Strategy
@@ -303,3 +304,28 @@ def test_an_order_that_reads_before_it_makes_is_refused() -> None:
         reordered(crossed_towers().layers, (1, 0, 2, 3, 4))
     with pytest.raises(ValueError, match="no order"):
         reordered(crossed_towers().layers, (0, 1, 2, 3, 3))
+
+
+def test_what_does_not_fit_is_short_by_the_least_over_all_convex_cuts() -> None:
+    heavy, light = Dense(elements=400_000_000), Dense(elements=200_000_000)
+    edges = [(0, (1,), MIB), (1, (4,), MIB), (2, (3,), MIB), (3, (4,), MIB)]
+    layers = [light, heavy, heavy, light, Dense(elements=1000)]
+    asked = branching(layers, edges, machines=cluster(3, memory_gib=4.0), forced=PIPELINE)
+    space, strategy = open_space(asked), Strategy(pipeline=3, micro_batches=32)
+    with pytest.raises(InfeasibleError) as caught:
+        search(asked)
+    needed = []
+    for stage_of in partitions(asked.layers, 3):
+        order, cuts = as_intervals(stage_of)
+        ordered = space.ordered(order)
+        tables = ordered.tables(strategy)
+        needed.append(
+            max(
+                min(
+                    stage_costs(ordered, tables, s, i, j, (policy,) * (j - i)).peak_bytes for policy in ordered.policies
+                )
+                for s, (i, j) in enumerate(itertools.pairwise(cuts))
+            )
+        )
+    short = min(needed) - asked.cluster.device.memory_bytes
+    assert caught.value.short_by_bytes == pytest.approx(short, rel=1e-6)
