@@ -63,8 +63,9 @@ _BINARY: dict[Any, str] = {
     operator.gt: ">",
     operator.ge: ">=",
 }
-# Methods whose Python form takes the arguments of another overload, or none.
+# Methods whose Python form takes the arguments of another overload, or none; functions that take a list's items apart.
 _AS_OPERATOR = {"copy", "lift_fresh_copy", "slice", "select", "alias", "index"}
+_AS_OPERATOR |= {"broadcast_tensors", "cartesian_prod", "block_diag"}
 _FUNCTIONAL: dict[Any, str] = {
     aten.linear.default: "F.linear",
     aten.silu.default: "F.silu",

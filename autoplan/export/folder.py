@@ -35,6 +35,7 @@ from autoplan.export.stages import StageText, stage_text
 from autoplan.export.tables import Entry, specs_source
 from autoplan.export.texts import NEVER_SPLIT, StageFunction, batch_function_text, distinct_stages, function_text
 from autoplan.layers import LayerGraph
+from autoplan.layers.order import in_order_of
 from autoplan.passes import operators
 from autoplan.passes.graph_facts import GraphFacts
 from autoplan.passes.split_stages import StageGraph, Value
@@ -58,7 +59,7 @@ def emit(capture: Capture, plan: Plan, layers: LayerGraph, builder: Builder, dir
     Raises StrategyError for what emitted programs cannot do, AutoplanError where ``directory`` exists already.
     """
     target = check_target(plan, directory)
-    written = Emission(capture, plan, layers, builder)
+    written = Emission(capture, plan, in_order_of(layers, plan.model.layers), builder)
     target.parent.mkdir(parents=True, exist_ok=True)
     beside = Path(tempfile.mkdtemp(dir=target.parent, prefix=f"{target.name}."))
     try:

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 import autoplan
 from autoplan.capture import gather_inputs
 from autoplan.errors import AutoplanError
-from tests.support import models
+from tests.support import branching_models, models
 from tests.support.precision import float64_throughout
 from tests.support.processes import run_ranks
 
@@ -61,6 +61,10 @@ CASES = [
     for strategy, degrees in STRATEGIES.items()
     if not (model == "cnn" and degrees["tensor"] > 1)
 ]
+# Stages that hold layers of both towers, in an order of their own.
+MODELS["towers"] = lambda: branching_models.two_towers(features=64, bags=True)
+STRATEGIES["pp3"] = {"data": 1, "tensor": 1, "pipeline": 3, "micro_batch_size": 2, "schedule": "1f1b"}
+CASES.append(pytest.param("towers", "pp3", id="towers-pp3"))
 
 
 _ABSENT = ("autoplan", "transformers")
