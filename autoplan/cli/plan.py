@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from typing import Annotated
+
+import typer
+
 from autoplan.cli import answer, options
 
 
@@ -17,16 +21,27 @@ def plan(
     max_gpus: options.MaxGpus = None,
     stages: options.Stages = None,
     inside_node: options.InsideNode = None,
+    like: Annotated[
+        str | None,
+        typer.Option(
+            "--like", metavar="TOOL", help="Only what it can express: megatron, deepspeed-zero3, fsdp2, ddp..."
+        ),
+    ] = None,
     output: options.Output = None,
     json: options.Json = False,
 ) -> None:
     """Find the fastest plan that fits, and prove it.
 
-    Keys in --strategy are forced; the rest is planned. Exit code 1: nothing fits.
+    Keys in --strategy are forced, --like keeps to what another tool can express; the rest is planned. Exit code 1:
+    nothing fits.
     """
     forced = options.with_limits(
         options.parse_strategy(strategy), headroom=headroom, max_gpus=max_gpus, stages=stages, inside_node=inside_node
     )
+    if like is not None:
+        from autoplan.export.like import strategy_like
+
+        forced = strategy_like(like, forced)
     options.check_writable(output)
 
     def decide() -> answer.Plan:

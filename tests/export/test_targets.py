@@ -17,10 +17,13 @@ from typer.testing import CliRunner
 
 from autoplan.cli.application import application
 from autoplan.errors import AutoplanError, StrategyError
+from autoplan.export.like import LIKE, strategy_like
 from autoplan.export.read import read_file
 from autoplan.export.targets import TARGETS, target_named
 from autoplan.layers.types import Layer, LayerGraph, LayerKind
 from autoplan.plan import Plan
+from autoplan.search import search
+from tests.support.layer_graphs import Dense, cluster, problem
 from tests.support.plans import hand_plan
 
 LAYERS = 24
@@ -242,3 +245,25 @@ def test_the_command_line_writes_reads_and_overwrites_nothing(tmp_path: Path) ->
         "pipeline": 2,
         "zero_stage": 1,
     }
+
+
+def test_a_plan_can_keep_to_what_another_tool_can_express() -> None:
+    assert strategy_like("deepspeed-zero3", {"micro_batch_size": 2}) == {
+        "tensor": 1,
+        "pipeline": 1,
+        "zero_stage": 3,
+        "micro_batch_size": 2,
+    }
+    with pytest.raises(StrategyError, match="`tensor` 2 was asked for, and ddp has tensor 1"):
+        strategy_like("ddp", {"tensor": 2})
+    with pytest.raises(StrategyError, match="no tool called 'horovod'"):
+        strategy_like("horovod", {})
+
+
+@pytest.mark.parametrize("name", LIKE)
+def test_plans_like_a_tool_can_be_exported_to_it(name: str) -> None:
+    target = {"ddp": "fsdp2"}.get(name, name.partition("-")[0])
+    layers = [Dense()] * 8
+    asked = problem(layers, cluster(gpus=8), forced=dict(LIKE[name]))
+
+    assert TARGETS[target].export(search(asked)).files
