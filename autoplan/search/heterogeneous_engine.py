@@ -12,9 +12,9 @@ from functools import cached_property
 from autoplan.plan import Strategy
 from autoplan.search.engine import CONFIRMED, MOST_CONFIRMED, Counts, preference
 from autoplan.search.evaluate import Evaluation, StageCosts, StepTime, stage_costs
-from autoplan.search.heterogeneous_seats import Seat, Seats
-from autoplan.search.heterogeneous_space import MixedBound, MixedSpace, bound_of
-from autoplan.search.heterogeneous_split import Layout, solve_seats
+from autoplan.search.heterogeneous_seats import Seat, seats_of
+from autoplan.search.heterogeneous_space import GroupTables, MixedBound, MixedSpace, bound_of
+from autoplan.search.heterogeneous_split import Layout, floor_of, solve_seats
 from autoplan.search.solver import SolverName
 from autoplan.search.timing import StageTimes, brief_step_s, step_s
 
@@ -201,7 +201,9 @@ def decide(
     space: MixedSpace, strategy: Strategy, *, cutoff_s: float = math.inf, solver: SolverName | None = None
 ) -> MixedDecision | None:
     """The best layout of ``strategy`` if it costs at most ``cutoff_s``."""
-    seats = Seats(space=space, strategy=strategy)
+    hopeful, seats = seats_of(space, strategy, cutoff_s=cutoff_s)
+    if floor_of(hopeful, cutoff_s=cutoff_s) is None:
+        return None
     layout = solve_seats(seats, cutoff_s=cutoff_s, solver=solver)
     if layout is None:
         return None
@@ -236,9 +238,9 @@ def evaluate_layout(
     step_s: StepTime = step_s,
 ) -> Evaluation:
     """Price ``strategy`` with stages at ``cuts`` on ``standing``, each by the cost models on its own group."""
-    seats = Seats(space=space, strategy=strategy)
+    _, seats = seats_of(space, strategy)
     stages = tuple(
-        _stage(space, strategy, seat.group, stage, first, end)
+        _stage(space, seats.tables[seat.group], seat.group, stage, first, end)
         for stage, (seat, (first, end)) in enumerate(zip(standing, itertools.pairwise(cuts), strict=True))
     )
     received, sent = seats.crossing_s(standing, cuts)
@@ -263,6 +265,5 @@ def evaluate_layout(
     )
 
 
-def _stage(space: MixedSpace, strategy: Strategy, group: int, stage: int, first: int, end: int) -> StageCosts:
-    tables = space.tables(group, strategy)
+def _stage(space: MixedSpace, tables: GroupTables, group: int, stage: int, first: int, end: int) -> StageCosts:
     return stage_costs(space.spaces[group], tables, stage, first, end, tables.policies(stage, first, end))

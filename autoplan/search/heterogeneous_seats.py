@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from autoplan.cost_models import communication
 from autoplan.plan import Strategy
 from autoplan.search.chain import Chain
-from autoplan.search.heterogeneous_space import MixedSpace, joined_by
+from autoplan.search.heterogeneous_space import GroupTables, MixedSpace, joined_by
 from autoplan.search.pricing import at_values
 
 Floats = NDArray[np.float64]
@@ -60,10 +60,11 @@ class Move(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Seats:
-    """The seats of one strategy, priced."""
+    """The seats of one strategy, priced. ``tables``: its arcs on each group."""
 
     space: MixedSpace
     strategy: Strategy
+    tables: tuple[GroupTables, ...]
     _alone: dict[tuple[int, int], tuple[Floats, Floats]] = field(default_factory=dict, init=False)
     _links: dict[tuple[Boundary, bool], Floats] = field(default_factory=dict, init=False)
 
@@ -138,8 +139,11 @@ class Seats:
         """Period without sends and tail of every span as ``stage`` on ``group``, remembered."""
         key = (stage, group)
         if key not in self._alone:
-            self._alone[key] = self.space.tables(group, self.strategy).alone(stage)
+            self._alone[key] = self._stage_alone(stage, group)
         return self._alone[key]
+
+    def _stage_alone(self, stage: int, group: int) -> tuple[Floats, Floats]:
+        return self.tables[group].alone(stage)
 
     def priced(self, stage: int, move: Move) -> tuple[Floats, Floats, Floats]:
         """[L + 1, L + 1] period, cost and tail of every span on a move, as :class:`autoplan.search.split.StageTable`
@@ -195,6 +199,26 @@ class Seats:
     def _chain(self) -> Chain:
         """What crosses cuts is the same on every group."""
         return self.space.spaces[0].chain(self.strategy.tensor, self.strategy.micro_batch_size)
+
+
+class HopefulSeats(Seats):
+    """Prices that no layout goes below: what it takes to rule a strategy out before any recompute is chosen."""
+
+    def _stage_alone(self, stage: int, group: int) -> tuple[Floats, Floats]:
+        return self.tables[group].at_best(stage)
+
+
+def seats_of(space: MixedSpace, strategy: Strategy, *, cutoff_s: float = math.inf) -> tuple[HopefulSeats, Seats]:
+    """The seats of ``strategy`` without the spans that no layout at ``cutoff_s`` can use: at best, and as they are."""
+    steps = strategy.micro_batches - 1
+    work = space.work(strategy.tensor, strategy.micro_batch_size)
+    limit_s = (cutoff_s - work.period_s) / steps if steps else math.inf
+    groups = range(len(space.spaces))
+    tables = tuple(space.tables(group, strategy, period_limit_s=limit_s) for group in groups)
+    return (
+        HopefulSeats(space=space, strategy=strategy, tables=tables),
+        Seats(space=space, strategy=strategy, tables=tables),
+    )
 
 
 def _in_order(seats: Iterable[Seat]) -> tuple[Seat, ...]:

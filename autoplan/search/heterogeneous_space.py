@@ -42,9 +42,16 @@ class GroupTables(Tables):
     def alone(self, stage: int) -> tuple[Floats, Floats]:
         """[L + 1, L + 1] seconds of a micro-batch without sends, and after the last one, of every span that may be
         ``stage``; inf elsewhere."""
+        return self._of_stage(stage, self.extra(self.in_flight(stage)))
+
+    def at_best(self, stage: int) -> tuple[Floats, Floats]:
+        """The same with no more recompute than fits, and cheap to find."""
+        return self._of_stage(stage, self._optimistic[stage])
+
+    def _of_stage(self, stage: int, extra: Floats) -> tuple[Floats, Floats]:
         first, end = self.spans
         member, last = self._alike[2], self.strategy.pipeline - 1
-        period = (self.base_period + self.extra(self.in_flight(stage)))[member]
+        period = (self.base_period + extra)[member]
         legal = np.isfinite(period) & ((first == 0) == (stage == 0)) & ((end == self.chain.layers) == (stage == last))
         where = first[legal], end[legal]
         return self._dense(where, period[legal]), self._dense(where, self.tail[member][legal])
@@ -69,7 +76,6 @@ class MixedSpace:
     forced: Forced
     groups: tuple[int, ...]
     spaces: tuple[Space, ...]
-    _tables: dict[tuple[int, Strategy], GroupTables] = field(default_factory=dict, init=False)
     _work: dict[tuple[int, int], Work] = field(default_factory=dict, init=False)
     _least: dict[tuple[str | int, ...], float] = field(default_factory=dict, init=False)
 
@@ -88,14 +94,11 @@ class MixedSpace:
         """The link between two usable groups."""
         return self.problem.cluster.link_between(self.groups[one], self.groups[other])
 
-    def tables(self, group: int, strategy: Strategy) -> GroupTables:
-        """The arcs of ``strategy`` on a usable group, remembered."""
-        key = (group, strategy)
-        if key not in self._tables:
-            base = self.spaces[group].tables(strategy)
-            given = {f.name: getattr(base, f.name) for f in dataclasses.fields(base) if f.init}
-            self._tables[key] = GroupTables(**given, apart=self.slowest)
-        return self._tables[key]
+    def tables(self, group: int, strategy: Strategy, *, period_limit_s: float = math.inf) -> GroupTables:
+        """The arcs of ``strategy`` on a usable group."""
+        base = self.spaces[group].tables(strategy, period_limit_s=period_limit_s)
+        given = {f.name: getattr(base, f.name) for f in dataclasses.fields(base) if f.init}
+        return GroupTables(**given, apart=self.slowest)
 
     def slots(self, group: int, strategy: Strategy) -> int:
         """Stages of ``strategy`` that a usable group can hold."""
