@@ -12,6 +12,7 @@ from __future__ import annotations
 import dataclasses
 import enum
 import functools
+import inspect
 import sys
 import types
 from collections import Counter
@@ -125,7 +126,7 @@ def _holdings(model: nn.Module) -> Iterator[nn.Module | Tensor]:
 
 def _groups(children: Mapping[str, nn.Module], uses: _Uses) -> Iterator[tuple[list[str], list[Key]]]:
     """Children that are alike, with their counters."""
-    fit = {path: child for path, child in children.items() if child._modules and uses.is_closed(child)}
+    fit = {path: child for path, child in children.items() if _is_plain(child) and uses.is_closed(child)}
     if len(fit) < FEWEST:
         return
     entries = {path: _entries(child) for path, child in fit.items()}
@@ -140,6 +141,12 @@ def _groups(children: Mapping[str, nn.Module], uses: _Uses) -> Iterator[tuple[li
     for group in found:
         if len(group) >= FEWEST:
             yield group, [key for key in counters if key in entries[group[0]]]
+
+
+def _is_plain(child: nn.Module) -> bool:
+    """Whether the child is called by its class's Python forward, and holds modules: what is less is quickly traced."""
+    forward = inspect.getattr_static(type(child), "forward", None)
+    return bool(child._modules) and isinstance(forward, types.FunctionType) and "forward" not in child.__dict__
 
 
 def _entries(child: nn.Module) -> dict[Key, Any]:

@@ -31,6 +31,7 @@ from torch import SymInt, Tensor, nn
 from torch.utils import _pytree as pytree
 
 from autoplan.capture.alike import Alike, Index, Member, Unalike, is_constant
+from autoplan.capture.unchanged import Attributes, hollow
 
 _PLACE = "_autoplan_place"
 _EXAMPLES = 2  # of a kind of call, traced before any is folded
@@ -67,19 +68,29 @@ class Folding:
     """The calls of one trace, in their order. ``reason``: why nothing may be folded, "" while nothing is known.
 
     ``hollow``: paths of the blocks that are left out of the trace with all that they hold, since no call of theirs is
-    expected to run; ``starved``: one had to.
+    expected to run; ``starved``: one had to, or was looked into. ``insides``: the modules in each block.
     """
 
     alike: Alike
     hollow: frozenset[str]
+    insides: list[list[nn.Module]]
     calls: list[Call] = field(default_factory=list)
     reason: str = ""
     starved: bool = False
-    _running: bool = False
+    _in_forward: bool = False
+    _in_block: bool = False
+    _attributes: list[Attributes] = field(default_factory=list)
 
-    def start(self) -> None:
-        """Forget the calls of an earlier trace that failed."""
+    @contextlib.contextmanager
+    def traced(self) -> Iterator[None]:
+        """Around the model's forward. An earlier trace that failed is forgotten."""
         self.calls.clear()
+        self._attributes = [Attributes(modules) for modules in self.insides]
+        self._in_forward = True
+        try:
+            yield
+        finally:
+            self._in_forward = False
 
     def refuse(self, reason: str) -> None:
         """Remember why not, whatever becomes of the exception on its way out."""
@@ -92,18 +103,20 @@ class Folding:
 
     def call(self, original: Callable[..., Any], module: nn.Module, place: int, args: Any, kwargs: Any) -> Any:
         """A block's forward, run or folded."""
-        if self._running:  # a forward that calls its parent class's
+        if self._in_block:  # a forward that calls its parent class's
             return original(module, *args, **kwargs)
         member = self.alike.members[place]
         leaves, structure = pytree.tree_flatten((args, kwargs))
         tensors, described = _describe(leaves)
-        if described is None:
+        if described is None or not torch.is_grad_enabled():  # no_grad is another graph: its operands are detached
             self._feed(member)
             return original(module, *args, **kwargs)
-        key = (member.kind, structure, described)
+        key = (member.kind, structure, described, _modes())
         earlier = [call for call in self.calls if call.key == key]
         if any(call.path == member.path for call in self.calls):
             raise self._unalike(f"{member.path} is called more than once")
+        if self._attributes[place].have_changed():
+            raise self._unalike(f"attributes of {member.path} are set between calls")
         examples = [call for call in earlier if not call.folded]
         folded = len(examples) >= _EXAMPLES and not member.last
         call = Call(path=member.path, key=key, folded=folded, example=examples[0] if folded else None)
@@ -111,17 +124,19 @@ class Folding:
         if folded:
             return self._fold(call, tensors)
         self._feed(member)
-        return self._run(call, member, tensors, lambda: original(module, *args, **kwargs), (args, kwargs))
+        return self._run(call, place, tensors, lambda: original(module, *args, **kwargs), (args, kwargs))
 
     @contextlib.contextmanager
     def hollowed(self) -> Iterator[None]:
         """While inside, the model has no trace of what its hollow blocks hold."""
-        with contextlib.ExitStack() as stack:
-            for member in self.alike.members:
-                if member.path in self.hollow:
-                    for book in ("_parameters", "_buffers", "_modules"):
-                        _set(stack, member.module, book, {})
+        modules = [member.module for member in self.alike.members if member.path in self.hollow]
+        with hollow(modules, self._asked):
             yield
+
+    def _asked(self) -> None:
+        if self._in_forward:
+            self.starved = True
+            raise self._unalike("the model looks into blocks that it does not call")
 
     def _feed(self, member: Member) -> None:
         """Before a block runs for real: refuse if it was left out."""
@@ -137,24 +152,23 @@ class Folding:
         leaves, structure = example.returned
         return pytree.tree_unflatten([found[where][k] if where in found else k for where, k in leaves], structure)
 
-    def _run(self, call: Call, member: Member, tensors: list[Tensor], run: Callable[[], Any], given: Any) -> Any:
+    def _run(self, call: Call, place: int, tensors: list[Tensor], run: Callable[[], Any], given: Any) -> Any:
         number = len(self.calls) - 1
         versions = [tensor._version for tensor in tensors]
-        before = [(module, dict(module.__dict__)) for module in member.module.modules()]
         leaves, structure = pytree.tree_flatten(given)
         ENTER(tensors, number)
-        self._running = True
+        self._in_block = True
         try:
             output = run()
         finally:
-            self._running = False
+            self._in_block = False
         after, structure_after = pytree.tree_flatten(given)
         if structure_after != structure or any(mine is not other for mine, other in zip(leaves, after, strict=True)):
-            raise self._unalike(f"{member.path} changes what it is called with")
+            raise self._unalike(f"{call.path} changes what it is called with")
         if versions != [tensor._version for tensor in tensors]:
-            raise self._unalike(f"{member.path} writes into its inputs")
-        if any(_changed(module.__dict__, was) for module, was in before):
-            raise self._unalike(f"{member.path} changes its attributes")
+            raise self._unalike(f"{call.path} writes into its inputs")
+        if self._attributes[place].have_changed():
+            raise self._unalike(f"{call.path} changes its attributes")
         call.returned = self._sort_outputs(call, tensors, output)
         LEAVE(call.outputs, number)
         return output
@@ -192,7 +206,8 @@ def folded(alike: Alike, *, spare: int) -> Iterator[Folding]:
 
     Of each kind the first ``spare`` blocks and a container's last are traced with all that they hold.
     """
-    folding = Folding(alike=alike, hollow=_hollow(alike, spare))
+    insides = [[*member.module.modules()] for member in alike.members]
+    folding = Folding(alike=alike, hollow=_hollow(alike, spare), insides=insides)
     classes = {type(member.module) for member in folding.alike.members}
     with contextlib.ExitStack() as stack:
         for place, member in enumerate(folding.alike.members):
@@ -259,6 +274,12 @@ def _describe(leaves: list[Any]) -> tuple[list[Tensor], tuple[Any, ...] | None]:
     return tensors, tuple(described)
 
 
+def _modes() -> tuple[Any, ...]:
+    """What of the surroundings a block's operators may depend on."""
+    kinds = ("cpu", "cuda")
+    return tuple((torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in kinds)
+
+
 def layout(tensor: Tensor) -> tuple[Any, ...]:
     """All that a graph can depend on of a tensor under trace."""
     sizes = tuple(map(size_key, tensor.shape))
@@ -269,10 +290,6 @@ def layout(tensor: Tensor) -> tuple[Any, ...]:
 def size_key(size: Any) -> Any:
     """A size as a plain number or its expression; two are equal only if they always are."""
     return size.node.expr if isinstance(size, SymInt) else size
-
-
-def _changed(now: dict[str, Any], was: dict[str, Any]) -> bool:
-    return now.keys() != was.keys() or any(now[name] is not value for name, value in was.items())
 
 
 def _marked(tensors: list[Tensor], call: int) -> None:

@@ -56,14 +56,13 @@ class CallAndLoss(nn.Module):
         self.paths = list(batches.tensors(batch))
         self.training = model.training
         self.watch: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
-        self.before_forward: Callable[[], None] = lambda: None
+        self.traced: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext
         self.after_forward: Callable[[], None] = lambda: None
 
     def forward(self, *tensors: Tensor) -> Tensor:
         batch = batches.replace_leaves(self.example[0], dict(zip(self.paths, tensors, strict=True)))
         call = batches.bind(self.model, batch, self.loss_fn)
-        self.before_forward()
-        with self.watch:
+        with self.watch, self.traced():
             output = self.model(*call.args, **call.kwargs)
             if self.loss_fn is not None:
                 output = self.loss_fn(output, *call.loss_args, **(call.loss_kwargs or {}))
@@ -99,7 +98,7 @@ def trace(
     ):
         wrapper.watch = ForeignTensors(refusals)
         if folding is not None:
-            wrapper.before_forward = folding.start
+            wrapper.traced = folding.traced
         wrapper.after_forward = lambda: notes.extend(_side_effects(changes()))
         try:
             graph_module, dynamic = _export(wrapper, inputs, size, notes)

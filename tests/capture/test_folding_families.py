@@ -133,6 +133,7 @@ FAMILIES: dict[str, tuple[Callable[[], tuple[nn.Module, Any]], int]] = {
     "gpt2 with dropout": (lambda: tiny_gpt2(layers=6, attn_implementation="sdpa"), 3),
     "gpt2 that scales by depth": (lambda: tiny_gpt2(layers=6, scale_attn_by_inverse_layer_idx=True), 0),
     "gpt2 eager": (lambda: tiny_gpt2(layers=6, attn_implementation="eager"), 3),
+    "llama": (lambda: causal("Llama"), 3),
     "mistral": (lambda: causal("Mistral", sliding_window=8), 3),
     "qwen2": (lambda: causal("Qwen2"), 3),
     "qwen2, the last four with windows": (
