@@ -109,8 +109,9 @@ class Stage:
     ``recompute`` counts the layers under each policy (none, selective, full), ``layer_recompute`` names each layer's.
     ``memory_terms`` are bytes on the worst GPU of the stage and sum to ``peak_memory_bytes``. Times are for one
     micro-batch (``send_s``: of its activations to the next stage, or of their gradients back), but for
-    ``synchronise_s`` and ``optimizer_s``, which come once a step, after the last micro-batch. ``device`` names the
-    cluster's group that runs the stage, "" where all GPUs are of one kind.
+    ``synchronise_s`` and ``optimizer_s``, which come once a step, after the last micro-batch. ``weight_gradients_s`` is
+    the part of ``backward_s`` that a zero-bubble schedule puts off, else 0. Stages that share a GPU repeat its memory.
+    ``device`` names the cluster's group that runs the stage, "" where all GPUs are of one kind.
     """
 
     __pydantic_config__: ClassVar[ConfigDict] = _STRICT
@@ -127,6 +128,7 @@ class Stage:
     send_s: float = 0.0
     synchronise_s: float = 0.0
     optimizer_s: float = 0.0
+    weight_gradients_s: float = 0.0
     device: str = ""
 
 

@@ -17,7 +17,8 @@ MOST_RECTANGLES = 1500
 _COLUMNS = 250
 # Actions that a window shows at least, one after the other, and for each stage, so that the warm-up is in it.
 _LEAST_ACTIONS, _ACTIONS_A_STAGE = 48, 4
-_KINDS = {"F": "forward", "B": "backward"}
+_KINDS = {"F": "forward", "B": "backward", "I": "backward", "W": "backward"}
+_WORDS = {"F": "forward", "B": "backward", "I": "gradients of inputs", "W": "gradients of weights"}
 # The groups of a memory bar: class and label by term; the rest is "else".
 GROUPS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
     ("weights", "weights", ("weights",)),
@@ -94,10 +95,23 @@ def _blocks(step: Step, stage: int) -> Iterator[tuple[str, float, float, str, st
     """(class, start, end, label, title) of what a stage does."""
     for event in step.lanes[stage]:
         kind, number = event.action.kind, event.action.micro_batch
-        title = f"stage {stage}, {_KINDS[kind]} of micro-batch {number}: {_span(event.start_s, event.end_s)}"
+        title = (
+            f"stage {event.action.stage}, {_WORDS[kind]} of micro-batch {number}: {_span(event.start_s, event.end_s)}"
+        )
         yield _KINDS[kind], event.start_s, event.end_s, str(number), title
     for tail in step.tails[stage]:
-        yield "tail", tail.start_s, tail.end_s, "", f"stage {stage}, {tail.what}: {_span(tail.start_s, tail.end_s)}"
+        yield (
+            "tail",
+            tail.start_s,
+            tail.end_s,
+            "",
+            f"{_row(step)} {stage}, {tail.what}: {_span(tail.start_s, tail.end_s)}",
+        )
+
+
+def _row(step: Step) -> str:
+    """What a row of the pictures is: a stage, or a rank that holds several."""
+    return "stage" if len(step.lanes) == len(step.plan.stages) else "rank"
 
 
 def _span(start: float, end: float) -> str:
@@ -114,7 +128,7 @@ def _shaded(step: Step) -> Picture:
             if at == _COLUMNS or tenths[at] != tenths[first]:
                 if tenths[first]:
                     column = WIDTH / _COLUMNS
-                    title = f"stage {stage}: {tenths[first] * 10}% busy"
+                    title = f"{_row(step)} {stage}: {tenths[first] * 10}% busy"
                     row.append(
                         Rectangle(
                             x=first * column,

@@ -34,13 +34,14 @@ class Tail:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Send:
-    """``kind`` F: activations from ``source`` to the next stage; B: their gradients to the one before. The receiver may
-    still be busy at ``end_s``: it starts on what arrived at ``used_s``."""
+    """``kind`` F: activations from rank ``source`` to the next stage, ``reader`` on rank ``target``; B: their gradients
+    to the one before. The receiver may still be busy at ``end_s``: it starts on what arrived at ``used_s``."""
 
     kind: str
     micro_batch: int
     source: int
     target: int
+    reader: int
     start_s: float
     end_s: float
     used_s: float
@@ -48,8 +49,8 @@ class Send:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Step:
-    """The step: ``lanes`` one tuple of events a stage, ``tails`` likewise, ``unexplained_s`` what the simulation's end
-    differs from the plan's predicted step by."""
+    """The step: ``lanes`` one tuple of events a pipeline rank, ``tails`` likewise, ``unexplained_s`` what the simulated
+    end differs from the plan's predicted step by."""
 
     plan: Plan
     lanes: tuple[tuple[Event, ...], ...]
@@ -60,7 +61,7 @@ class Step:
 
     @property
     def actions(self) -> int:
-        """Forwards and backwards of all stages."""
+        """Forwards and backwards of all ranks."""
         return sum(len(lane) for lane in self.lanes)
 
     def bubbles(self, stage: int) -> Iterator[tuple[float, float]]:
@@ -79,34 +80,46 @@ class Step:
         return sum(to - since for since, to in self.bubbles(stage)) / self.end_s if self.end_s else 0.0
 
     def sends(self) -> Iterator[Send]:
-        """Every transfer between stages, in the order of the sender's actions."""
-        begins = [{(e.action.kind, e.action.micro_batch): e.start_s for e in lane} for lane in self.lanes]
-        for stage, lane in enumerate(self.lanes):
+        """Every transfer between ranks, in the order of the sender's actions."""
+        begins = {(_way(e), *_place(e)): e.start_s for lane in self.lanes for e in lane}
+        ranks, stages = len(self.lanes), len(self.plan.stages)
+        for rank, lane in enumerate(self.lanes):
             for event in lane:
-                kind, micro_batch = event.action.kind, event.action.micro_batch
-                target = stage + 1 if kind == "F" else stage - 1
-                if not 0 <= target < len(self.lanes):
+                way, (stage, micro_batch) = _way(event), _place(event)
+                reader = stage + 1 if way == "F" else stage - 1
+                target = schedules.rank_of_stage(reader, ranks=ranks)
+                if way == "W" or not 0 <= reader < stages or target == rank:
                     continue
                 yield Send(
-                    kind=kind,
+                    kind=way,
                     micro_batch=micro_batch,
-                    source=stage,
+                    source=rank,
                     target=target,
+                    reader=reader,
                     start_s=event.end_s,
-                    end_s=event.end_s + self.send_s[min(stage, target)],
-                    used_s=begins[target][kind, micro_batch],
+                    end_s=event.end_s + self.send_s[min(stage, reader)],
+                    used_s=begins[way, reader, micro_batch],
                 )
+
+
+def _way(event: Event) -> str:
+    """F, B or W: what the gradients of inputs wait for is a backward, whole or not."""
+    return "B" if event.action.kind == "I" else event.action.kind
+
+
+def _place(event: Event) -> tuple[int, int]:
+    return event.action.stage, event.action.micro_batch
 
 
 def simulate(plan: Plan) -> Step:
     """Run one step of ``plan``; raises :class:`StrategyError` for a schedule that is not known or a step too long."""
     strategy = plan.strategy
     stages = len(plan.stages)
-    if strategy.schedule not in schedules.SCHEDULES or stages != strategy.pipeline:
+    if strategy.schedule not in schedules.SCHEDULES or stages != strategy.pipeline * strategy.virtual_stages:
         raise StrategyError(
             f"this plan's schedule is not one that can be drawn: {strategy.schedule}, {strategy.pipeline} pipeline "
             f"ranks, {stages} stages",
-            legal=f"{', '.join(schedules.SCHEDULES)}, one stage a pipeline rank",
+            legal=f"{', '.join(schedules.SCHEDULES)}, pipeline x virtual_stages stages",
         )
     if 2 * stages * strategy.micro_batches > MOST_ACTIONS:
         raise StrategyError(
@@ -115,16 +128,16 @@ def simulate(plan: Plan) -> Step:
             legal=f"{MOST_ACTIONS:,} actions",
             attempt="plan with a larger micro_batch_size",
         )
-    whole = _run(plan, _sends(plan.stages), [_tail_s(stage) for stage in plan.stages])
+    whole = _run(plan, _sends(plan.stages), [sum(map(_tail_s, held)) for held in _held(plan)])
     missing = plan.predicted.step_time_s - whole.step_s
     sends = _sends(plan.stages)
     if abs(missing) > AGREEMENT * plan.predicted.step_time_s and not any(map(_tail_s, plan.stages)):
         total = plan.predicted.time_terms.get("sends", 0.0)
         sends = (total / (2 * (stages - 1)),) * (stages - 1) if stages > 1 else ()
-        whole = _run(plan, sends, [0.0] * stages)
+        whole = _run(plan, sends, [0.0] * strategy.pipeline)
         missing = plan.predicted.step_time_s - whole.step_s
     tails = tuple(
-        _tails(stage, lane[-1].end_s, max(0.0, missing)) for stage, lane in zip(plan.stages, whole.events, strict=True)
+        _tails(held, lane[-1].end_s, max(0.0, missing)) for held, lane in zip(_held(plan), whole.events, strict=True)
     )
     end = max(tail[-1].end_s if tail else lane[-1].end_s for tail, lane in zip(tails, whole.events, strict=True))
     return Step(
@@ -140,12 +153,24 @@ def simulate(plan: Plan) -> Step:
 def _run(plan: Plan, sends: tuple[float, ...], tails: list[float]) -> schedule.Timeline:
     strategy = plan.strategy
     return schedule.simulate(
-        schedules.all_actions(strategy.schedule, stages=len(plan.stages), micro_batches=strategy.micro_batches),
+        schedules.all_actions(
+            strategy.schedule,
+            stages=len(plan.stages),
+            micro_batches=strategy.micro_batches,
+            virtual_stages=strategy.virtual_stages,
+        ),
         forward_s=[stage.forward_s for stage in plan.stages],
         backward_s=[stage.backward_s for stage in plan.stages],
         send_s=sends,
         tail_s=tails,
+        weight_s=[stage.weight_gradients_s for stage in plan.stages],
     )
+
+
+def _held(plan: Plan) -> list[tuple[Stage, ...]]:
+    """The stages of each pipeline rank."""
+    ranks = plan.strategy.pipeline
+    return [plan.stages[rank::ranks] for rank in range(ranks)]
 
 
 def _sends(stages: tuple[Stage, ...]) -> tuple[float, ...]:
@@ -156,11 +181,11 @@ def _tail_s(stage: Stage) -> float:
     return stage.synchronise_s + stage.optimizer_s
 
 
-def _tails(stage: Stage, at: float, missing_s: float) -> tuple[Tail, ...]:
+def _tails(held: tuple[Stage, ...], at: float, missing_s: float) -> tuple[Tail, ...]:
     parts = (
-        ("gradient synchronisation", stage.synchronise_s),
-        ("optimizer", stage.optimizer_s),
-        ("not attributed", missing_s if not _tail_s(stage) else 0.0),
+        ("gradient synchronisation", sum(stage.synchronise_s for stage in held)),
+        ("optimizer", sum(stage.optimizer_s for stage in held)),
+        ("not attributed", missing_s if not any(map(_tail_s, held)) else 0.0),
     )
     made = []
     for what, lasts in parts:

@@ -21,6 +21,7 @@ TRACK = WIDTH - _LABEL - 1 - _IDLE_COLUMN - 2
 MOST_ROWS = 24
 _TAIL_MARKS = {"gradient synchronisation": "s", "optimizer": "o", "not attributed": "?"}
 _LEGEND = "F forward, B backward (a number is the micro-batch), s gradient synchronisation, o optimizer, . waiting"
+_SPLIT = "B is in two parts: I the gradients of inputs, W those of weights."
 
 
 Mark = Callable[[dict[str, float]], str]
@@ -42,8 +43,14 @@ def timeline(step: Step) -> str:
     idle = sum(step.idle_share(stage) for stage in range(len(step.lanes))) / len(step.lanes)
     lines = [heading(f"One step: {seconds(step.end_s)}, {percent(idle)} of it waiting")]
     lines += paragraph(_LEGEND)
+    if any(event.action.kind == "W" for lane in step.lanes for event in lane):
+        lines += paragraph(_SPLIT)
+    if _row(step) == "rank":
+        lines += paragraph(
+            f"Each of {len(step.lanes)} pipeline ranks holds {step.plan.strategy.virtual_stages} stages."
+        )
     if len(rows) < len(step.lanes):
-        lines.append(f"{len(rows)} of {len(step.lanes)} stages are drawn.")
+        lines.append(f"{len(rows)} of {len(step.lanes)} {_row(step)}s are drawn.")
     if step.unexplained_s:
         lines += paragraph(
             f"The plan says {seconds(step.plan.predicted.step_time_s)}; {seconds(abs(step.unexplained_s))} of the "
@@ -61,6 +68,11 @@ def timeline(step: Step) -> str:
     return "\n".join(line.rstrip() for line in lines) + "\n"
 
 
+def _row(step: Step) -> str:
+    """What a row is: a stage, or a rank that holds several."""
+    return "stage" if len(step.lanes) == len(step.plan.stages) else "rank"
+
+
 def _rows(stages: int) -> list[int]:
     if stages <= MOST_ROWS:
         return list(range(stages))
@@ -73,7 +85,7 @@ def _window(
     """Rows of what happens from ``since`` to ``to``; ``mark`` turns the shares of a column into its character."""
     column = (to - since) / TRACK
     title = f"{name}: {seconds(since)} to {seconds(to)}, a column is {seconds(column)}"
-    lines = [f"{'stage':>{_LABEL}} {title:<{TRACK + 2}}{'waits' if idle else '':>{_IDLE_COLUMN}}"]
+    lines = [f"{_row(step):>{_LABEL}} {title:<{TRACK + 2}}{'waits' if idle else '':>{_IDLE_COLUMN}}"]
     for stage in rows:
         track = _track(_blocks(step, stage), since, to, mark or _cell)
         share = percent(step.idle_share(stage)) if idle else ""

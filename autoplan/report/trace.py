@@ -1,8 +1,8 @@
 """One step as a Chrome trace, for https://ui.perfetto.dev or chrome://tracing.
 
-A process is a stage (all its ranks do the same: one class), with a lane of compute (forward, backward, bubble, gradient
-synchronisation, optimizer), asynchronous slices for what it sends, arrows from a send to where it is used, and a
-counter of its memory. Times are microseconds, as the format wants.
+A process is a pipeline rank (all its GPUs do the same: one class), with a lane of compute (forward, backward, bubble,
+gradient synchronisation, optimizer), asynchronous slices for what it sends, arrows from a send to where it is used, and
+a counter of its memory. Times are microseconds, as the format wants.
 
 The counter stands at ``saved activations / in flight`` a micro-batch between its forward and its backward, over all
 other terms at their peak: its top is the stage's peak, and between the micro-batches it is an upper bound. It is flat
@@ -11,10 +11,9 @@ where the optimizer's step is the peak, since the plan's terms are then those of
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
-from autoplan import schedules
 from autoplan.cost_models.schedule import Event
 from autoplan.plan import Plan
 from autoplan.report.step import Send, Step
@@ -24,8 +23,14 @@ MOST_ACTIONS = 20_000
 _COMPUTE = 0
 _MICRO = 1e6
 _GIB = 2**30
-_NAMES = {"F": "forward", "B": "backward"}
-_COLOURS = {"F": "thread_state_running", "B": "rail_animation", "bubble": "grey"}
+_NAMES = {"F": "forward", "B": "backward", "I": "gradients of inputs", "W": "gradients of weights"}
+_COLOURS = {
+    "F": "thread_state_running",
+    "B": "rail_animation",
+    "I": "rail_animation",
+    "W": "rail_response",
+    "bubble": "grey",
+}
 
 
 def trace(step: Step, *, most_actions: int = MOST_ACTIONS) -> dict[str, Any]:
@@ -36,10 +41,10 @@ def trace(step: Step, *, most_actions: int = MOST_ACTIONS) -> dict[str, Any]:
     events: list[dict[str, Any]] = []
     for stage in range(len(step.lanes)):
         events += _names(plan, stage)
-        events += (_action(event) for event in shown[stage])
+        events += (_action(stage, event) for event in shown[stage])
         events += _gaps(step, stage, head, tail)
         events += _tails(step, stage)
-        events += _memory(plan, stage, shown[stage])
+        events += _memory(plan, stage, step.lanes[stage], shown[stage])
     for number, send in enumerate(step.sends()):
         if send.used_s <= head or send.start_s >= tail:
             events += _send(send, number)
@@ -68,11 +73,12 @@ def _windows(step: Step, most_actions: int) -> tuple[float, float]:
 
 
 def _names(plan: Plan, stage: int) -> Iterator[dict[str, Any]]:
-    width = plan.gpus_used // len(plan.stages)
+    width = plan.gpus_used // plan.strategy.pipeline
     first = stage * width
     ranks = f"rank {first}" if width == 1 else f"ranks {first}-{first + width - 1}, all alike"
-    layers = plan.stages[stage]
-    name = f"stage {stage}: {ranks}, layers {layers.first_layer}-{layers.last_layer}"
+    held = range(stage, len(plan.stages), plan.strategy.pipeline)
+    layers = ", ".join(f"{plan.stages[s].first_layer}-{plan.stages[s].last_layer}" for s in held)
+    name = f"stage {', '.join(map(str, held))}: {ranks}, layers {layers}"
     yield {"ph": "M", "pid": stage, "name": "process_name", "args": {"name": name}}
     yield {"ph": "M", "pid": stage, "name": "process_sort_index", "args": {"sort_index": stage}}
     yield {"ph": "M", "pid": stage, "tid": _COMPUTE, "name": "thread_name", "args": {"name": "compute"}}
@@ -83,11 +89,11 @@ def _slice(stage: int, name: str, category: str, start_s: float, end_s: float, *
     return {"ph": "X", "pid": stage, "tid": _COMPUTE, "name": name, "cat": category, **span, **more}
 
 
-def _action(event: Event) -> dict[str, Any]:
-    stage, kind, micro_batch = event.action
+def _action(rank: int, event: Event) -> dict[str, Any]:
+    _, kind, micro_batch = event.action
     arguments = {"micro_batch": micro_batch, "action": str(event.action)}
     name = f"{kind}{micro_batch}"
-    return _slice(stage, name, _NAMES[kind], event.start_s, event.end_s, cname=_COLOURS[kind], args=arguments)
+    return _slice(rank, name, _NAMES[kind], event.start_s, event.end_s, cname=_COLOURS[kind], args=arguments)
 
 
 def _gaps(step: Step, stage: int, head: float, tail: float) -> Iterator[dict[str, Any]]:
@@ -105,20 +111,23 @@ def _tails(step: Step, stage: int) -> Iterator[dict[str, Any]]:
         yield _slice(stage, tail.what, tail.what, tail.start_s, tail.end_s)
 
 
-def _memory(plan: Plan, stage: int, shown: list[Event]) -> Iterator[dict[str, Any]]:
+def _memory(plan: Plan, stage: int, lane: Sequence[Event], shown: list[Event]) -> Iterator[dict[str, Any]]:
     """A sample where a forward begins (what it saves is there at its end at the latest) and where a backward ends."""
-    strategy, described = plan.strategy, plan.stages[stage]
-    total = strategy.micro_batches
-    most = schedules.in_flight(strategy.schedule, stage=stage, stages=len(plan.stages), micro_batches=total)
+    described = plan.stages[stage]
+    counts, held = [], 0
+    for event in lane:
+        held += {"F": 1, "W": 0}.get(event.action.kind, -1)
+        counts.append(held)
+    most = max(counts, default=0) or 1
     saved = described.memory_terms.get("saved_activations", 0.0)
     others = described.peak_memory_bytes - saved
     yield _counter(stage, 0.0, others, 0.0)
+    held_after = {event.action: count for event, count in zip(lane, counts, strict=True)}
     for event in shown:
-        _, kind, micro_batch = event.action
-        forward = kind == "F"
-        # Micro-batches run in order, so that a number says how many came before, shown or not.
-        held = min(micro_batch + 1, most) if forward else min(total, micro_batch + most) - micro_batch - 1
-        yield _counter(stage, event.start_s if forward else event.end_s, others, saved * held / most)
+        if event.action.kind == "W":
+            continue
+        at_s = event.start_s if event.action.kind == "F" else event.end_s
+        yield _counter(stage, at_s, others, saved * held_after[event.action] / most)
 
 
 def _counter(stage: int, at_s: float, others: float, saved: float) -> dict[str, Any]:
@@ -128,7 +137,7 @@ def _counter(stage: int, at_s: float, others: float, saved: float) -> dict[str, 
 
 def _send(send: Send, number: int) -> Iterator[dict[str, Any]]:
     what = "activations" if send.kind == "F" else "gradients"
-    name = f"send {what} {send.micro_batch} to stage {send.target}"
+    name = f"send {what} {send.micro_batch} to stage {send.reader}"
     span = {"pid": send.source, "tid": _COMPUTE, "cat": "send", "name": name, "id": number}
     yield {"ph": "b", **span, "ts": send.start_s * _MICRO}
     yield {"ph": "e", **span, "ts": send.end_s * _MICRO}

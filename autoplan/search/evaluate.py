@@ -252,6 +252,9 @@ def stage_costs(
 
 def plan_stages(evaluation: Evaluation) -> tuple[Stage, ...]:
     """The plan's stage table."""
+    weights_s = (0.0,) * len(evaluation.stages)
+    if evaluation.times is not None and evaluation.times.weight_s:
+        weights_s = evaluation.times.weight_s
     return tuple(
         Stage(
             first_layer=stage.first,
@@ -266,8 +269,9 @@ def plan_stages(evaluation: Evaluation) -> tuple[Stage, ...]:
             send_s=send_s,
             synchronise_s=stage.synchronise_s,
             optimizer_s=stage.optimizer_s,
+            weight_gradients_s=weights,
         )
-        for stage, send_s in zip(evaluation.stages, (*evaluation.sends_s, 0.0), strict=True)
+        for stage, send_s, weights in zip(evaluation.stages, (*evaluation.sends_s, 0.0), weights_s, strict=True)
     )
 
 

@@ -64,11 +64,42 @@ STRATEGIES: dict[str, dict[str, Any]] = {
     "dp2-pp2-zero2": {"data": 2, "tensor": 1, "pipeline": 2, "micro_batch_size": 1, "zero_stage": 2},
 }
 
+# Schedules that put several stages on a rank or split backwards, beside other axes and savers.
+_SCHEDULES: dict[str, dict[str, Any]] = {
+    "pp2v2": {"pipeline": 2, "virtual_stages": 2, "schedule": "interleaved", "micro_batch_size": 1},
+    "pp2-zero-bubble": {"pipeline": 2, "schedule": "zero_bubble", "micro_batch_size": 1},
+}
+_BESIDE: dict[str, dict[str, Any]] = {
+    "": {"data": 1, "tensor": 1},
+    "-recompute": {"data": 1, "tensor": 1, "recompute": "full"},
+    "-tp2": {"data": 1, "tensor": 2},
+    "-dp2-zero1": {"data": 2, "tensor": 1, "zero_stage": 1},
+    "-dp2-zero3-recompute": {"data": 2, "tensor": 1, "zero_stage": 3, "recompute": "full"},
+    "-dp2-tp2-zero2-recompute": {"data": 2, "tensor": 2, "zero_stage": 2, "recompute": "full"},
+}
+SCHEDULED = {
+    f"{name}{beside}": {**keys, **others} for name, keys in _SCHEDULES.items() for beside, others in _BESIDE.items()
+}
+STRATEGIES |= SCHEDULED
+DEFAULT_SCHEDULED = {
+    ("gpt2", "pp2v2"),
+    ("llama", "pp2-zero-bubble-recompute"),
+    ("gpt2", "pp2-zero-bubble-dp2-zero1"),
+    ("llama", "pp2v2-tp2"),
+}
+
 # Memory savers: these models by default, the others in the wide matrix.
 DEFAULT_SAVERS = {("gpt2", "dp2-pp2-recompute"), ("llama", "tp2-recompute"), ("gpt2", "dp2-tp2-zero3-recompute")}
 
 
+def _matrix_model(strategy: str) -> str:
+    """The models take turns in the matrix of schedules."""
+    return ("gpt2", "llama")[list(SCHEDULED).index(strategy) % 2]
+
+
 def _is_wide(model: str, strategy: str) -> bool:
+    if strategy in SCHEDULED:
+        return (model, strategy) not in DEFAULT_SCHEDULED
     saver = "recompute" in STRATEGIES[strategy] or STRATEGIES[strategy].get("zero_stage") == 3
     return saver and (model, strategy) not in DEFAULT_SAVERS
 
@@ -80,6 +111,7 @@ CASES = [
     for model in MODELS
     for strategy, degrees in STRATEGIES.items()
     if not (model == "cnn" and degrees["tensor"] > 1)  # convolutions: pipeline and data only
+    if strategy not in SCHEDULED or (model, strategy) in DEFAULT_SCHEDULED or model == _matrix_model(strategy)
 ]
 
 

@@ -15,7 +15,7 @@ from tests.support.layer_graphs import Dense, cluster, problem
 
 def planned(**forced: object) -> Plan:
     layers = [Dense(elements=20_000_000, saved=64 * 2**20)] * 12
-    return search(problem(layers, cluster(8), forced=forced))
+    return search(problem(layers, cluster(8), forced={"schedule": "1f1b", **forced}))
 
 
 @pytest.fixture(scope="module")

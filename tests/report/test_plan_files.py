@@ -24,7 +24,7 @@ from tests.support.layer_graphs import Dense, cluster, problem
 
 def planned(**forced: object) -> Plan:
     layers = [Dense(elements=20_000_000 + 100_000 * i, core=2**20) for i in range(12)]
-    return search(problem(layers, cluster(8), forced=forced))
+    return search(problem(layers, cluster(8), forced={"schedule": "1f1b", **forced}))
 
 
 PLANS = [planned(pipeline=2, data=2, zero_stage=1).to_dict(), planned(pipeline=4, recompute="full").to_dict()]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import re
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -20,7 +21,8 @@ from tests.support.layer_graphs import Dense, cluster, problem
 def planned(stages: int, *, layers: int = 16, **forced: object) -> Plan:
     nodes = max(1, stages // 8)
     each = [Dense(elements=4_000_000 + 100_000 * i, saved=128 * 2**20) for i in range(layers)]
-    return search(problem(each, cluster(-(-stages // nodes), nodes=nodes), forced={"pipeline": stages, **forced}))
+    keys = {"pipeline": stages, "schedule": "1f1b", **forced}
+    return search(problem(each, cluster(-(-stages // nodes), nodes=nodes), forced=keys))
 
 
 @pytest.fixture(scope="module")
@@ -38,6 +40,23 @@ def test_the_step_ends_when_the_plan_says(stages: int, schedule: str, micro: int
     assert sum(map(simulated.idle_share, range(stages))) / stages == pytest.approx(
         plan.predicted.bubble_fraction, abs=1e-5
     )
+
+
+@pytest.mark.parametrize("keys", [{"schedule": "interleaved", "virtual_stages": 2}, {"schedule": "zero_bubble"}])
+@pytest.mark.parametrize("micro", [1, 4])
+def test_so_it_does_where_ranks_hold_several_stages_or_split_their_backwards(keys: dict[str, Any], micro: int) -> None:
+    plan = planned(4, micro_batch_size=micro, **keys)
+    simulated = step.simulate(plan)
+    assert len(simulated.lanes) == 4
+    assert simulated.end_s == pytest.approx(plan.predicted.step_time_s, rel=1e-9)
+    assert simulated.unexplained_s == 0.0
+    assert sum(map(simulated.idle_share, range(4))) / 4 == pytest.approx(plan.predicted.bubble_fraction, abs=1e-5)
+    sends = list(simulated.sends())
+    assert len(sends) == 2 * (len(plan.stages) - 1) * plan.strategy.micro_batches
+    assert all(send.start_s <= send.end_s <= send.used_s + 1e-12 and send.source != send.target for send in sends)
+    assert all(len(line) <= 80 for line in terminal.timeline(simulated).splitlines())
+    shown = [event for event in trace.trace(simulated)["traceEvents"] if event.get("args", {}).get("action")]
+    assert len({event["args"]["action"] for event in shown}) == len(shown) == simulated.actions
 
 
 def test_a_plan_file_without_the_stages_times_says_what_is_missing(plan: Plan) -> None:
@@ -112,8 +131,8 @@ def test_a_step_without_end_is_refused(plan: Plan) -> None:
     endless = dataclasses.replace(plan, strategy=dataclasses.replace(plan.strategy, micro_batches=10**9))
     with pytest.raises(StrategyError, match="too many to draw"):
         step.simulate(endless)
-    with pytest.raises(StrategyError, match="interleaved"):
-        step.simulate(dataclasses.replace(plan, strategy=dataclasses.replace(plan.strategy, schedule="interleaved")))
+    with pytest.raises(StrategyError, match="looped_bfs"):
+        step.simulate(dataclasses.replace(plan, strategy=dataclasses.replace(plan.strategy, schedule="looped_bfs")))
 
 
 @pytest.mark.parametrize("stages", [1, 4, 16])
