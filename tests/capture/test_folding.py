@@ -80,6 +80,7 @@ def test_the_first_block_of_t5_holds_the_position_bias_and_is_no_other_blocks_ki
     assert assert_same(*tiny_t5(layers=6)) == 2 * 2
 
 
+@pytest.mark.wide
 def test_models_with_few_or_small_blocks_are_traced_whole() -> None:
     assert assert_same(*nano_gpt(layers=3)) == 0
     assert assert_same(*mlp()) == 0
@@ -145,7 +146,7 @@ class Asking(Block):
 
 
 @pytest.mark.parametrize(
-    "kind", [Scaled, Late, *(pytest.param(kind, marks=pytest.mark.wide) for kind in (Chosen, Asking))]
+    "kind", [Scaled, *(pytest.param(kind, marks=pytest.mark.wide) for kind in (Late, Chosen, Asking))]
 )
 def test_a_block_that_reads_its_counter_is_traced_whole(kind: type[Block]) -> None:
     assert assert_same(Stack(kind), batch()) == 0
@@ -197,7 +198,7 @@ class LeavesOut(Stack):
     ("stack", "folds"),
     [
         (Skips, 4),
-        (ByPlace, 4),
+        pytest.param(ByPlace, 4, marks=pytest.mark.wide),
         pytest.param(Backwards, 4, marks=pytest.mark.wide),
         pytest.param(LeavesOut, 1, marks=pytest.mark.wide),
     ],
@@ -239,12 +240,17 @@ class Remembers(Block):
         return self.memory
 
 
+def test_a_block_that_writes_into_its_input_is_traced_whole() -> None:
+    assert assert_same(Stack(Writing), batch()) == 0
+
+
+@pytest.mark.wide
 def test_what_cannot_be_shown_is_traced_whole() -> None:
     assert assert_same(Twice(), batch()) == 0
-    assert assert_same(Stack(Writing), batch()) == 0
     assert assert_same(Stack(Remembers), batch()) == 0
 
 
+@pytest.mark.wide
 def test_a_tensor_that_reaches_a_block_by_an_attribute_is_seen() -> None:
     model = Reaches(Reading)
     assert rows(capture(model, batch())) == rows(capture_folded(model, batch()))
