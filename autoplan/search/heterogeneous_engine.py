@@ -262,6 +262,7 @@ def evaluate_layout(
         objective_s=times.closed_form_s,
         step_s=taken_s,
         bubble_fraction=max(0.0, 1 - busy / (len(stages) * taken_s)) if taken_s else 0.0,
+        times=times,
     )
 
 

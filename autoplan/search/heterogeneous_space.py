@@ -35,9 +35,11 @@ Floats = NDArray[np.float64]
 @dataclass(frozen=True, kw_only=True)
 class GroupTables(Tables):
     """Arcs of a strategy on one group. ``apart``: the slowest link between any two groups, which sums of tied
-    parameters' gradients are priced on, wherever their stages stand."""
+    parameters' gradients are priced on, wherever their stages stand. ``fixed``: the stage boundaries that the user
+    wants, () if free."""
 
     apart: Link
+    fixed: tuple[int, ...] = ()
 
     def alone(self, stage: int) -> tuple[Floats, Floats]:
         """[L + 1, L + 1] seconds of a micro-batch without sends, and after the last one, of every span that may be
@@ -53,6 +55,8 @@ class GroupTables(Tables):
         member, last = self._alike[2], self.strategy.pipeline - 1
         period = (self.base_period + extra)[member]
         legal = np.isfinite(period) & ((first == 0) == (stage == 0)) & ((end == self.chain.layers) == (stage == last))
+        if self.fixed:
+            legal &= (first == self.fixed[stage]) & (end == self.fixed[stage + 1])
         where = first[legal], end[legal]
         return self._dense(where, period[legal]), self._dense(where, self.tail[member][legal])
 
@@ -98,7 +102,7 @@ class MixedSpace:
         """The arcs of ``strategy`` on a usable group."""
         base = self.spaces[group].tables(strategy, period_limit_s=period_limit_s)
         given = {f.name: getattr(base, f.name) for f in dataclasses.fields(base) if f.init}
-        return GroupTables(**given, apart=self.slowest)
+        return GroupTables(**given, apart=self.slowest, fixed=self.problem.stages)
 
     def slots(self, group: int, strategy: Strategy) -> int:
         """Stages of ``strategy`` that a usable group can hold."""
@@ -166,11 +170,10 @@ class MixedSpace:
     @cached_property
     def candidates(self) -> tuple[Strategy, ...]:
         """Every legal strategy with at least two stages, in an order that depends on nothing else."""
-        # Where stages are fixed, kinds side by side are not tried.
-        if not _offered(self.forced) or len(self.spaces) < 2 or self.problem.stages:
+        if not _offered(self.problem, self.forced) or len(self.spaces) < 2:
             return ()
-        listed = itertools.chain.from_iterable(self._of_mesh(*mesh) for mesh in self._meshes())
-        return tuple(strategy for strategy in listed if permits(self.problem, strategy))
+        every = itertools.chain.from_iterable(self._of_mesh(*mesh) for mesh in self._meshes())
+        return tuple(strategy for strategy in every if permits(self.problem, strategy))
 
     def _meshes(self) -> list[tuple[int, int, int]]:
         """(data, tensor, most stages)."""
@@ -227,10 +230,10 @@ def slots(cluster: Cluster, data: int, tensor: int) -> int:
     return cluster.gpus // width
 
 
-def _offered(forced: Forced) -> bool:
+def _offered(problem: Problem, forced: Forced) -> bool:
     """Whether pipelines over kinds run what is forced."""
-    plain = forced.schedule in (None, "1f1b", "gpipe") and getattr(forced, "virtual_stages", None) in (None, 1)
-    return plain and not getattr(forced, "sequence_parallel", None)
+    plain = forced.schedule in (None, "1f1b", "gpipe") and forced.virtual_stages in (None, 1)
+    return plain and not problem.sequence and problem.expert == 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -290,6 +290,14 @@ def test_no_more_gpus_than_asked_for() -> None:
     assert plan.gpus_used <= 6
 
 
+def test_ranges_nodes_and_boundaries_hold_across_kinds() -> None:
+    cluster = mixed([group(4, name="fast"), group(4, speed=0.5, name="slow")])
+    ranged = search(problem(big(), cluster, global_batch=64, forced={"pipeline": ">=4", "tensor": 1}))
+    assert ranged.strategy.pipeline >= 4
+    fixed = search(problem(big(), cluster, global_batch=64, forced={"stages": "0-9,10-23"}))
+    assert [stage.first_layer for stage in fixed.stages] == [0, 10]
+
+
 def test_terms_and_bounds_of_a_mixed_plan_agree() -> None:
     plan = search(problem(big(), mixed([group(4, name="f"), group(4, speed=0.4, name="s")]), global_batch=64))
     assert math.isclose(sum(plan.predicted.time_terms.values()), plan.predicted.step_time_s, rel_tol=1e-9)
