@@ -18,7 +18,7 @@ _STRAIGHT = 1e-12
 def at_values(price: Callable[[float], float], values: Floats) -> Floats:
     """``price`` at every value, asking once for equal ones.
 
-    Between two values whose middle one (in order) lies on the line between them, all others are taken to: exact for
+    Between two values of which one halfway lies on the line between them, all others are taken to: exact for
     prices that are piecewise straight and bend in one direction, as the cheaper of two algorithms does. A plan is
     priced again exactly in any case.
     """
@@ -41,7 +41,8 @@ def _between(price: Callable[[float], float], values: Floats, prices: Floats, lo
     """Fill in the prices between two that are known."""
     if high - low < 2:
         return
-    middle = (low + high) // 2
+    halfway = int(np.searchsorted(values, (values[low] + values[high]) / 2))
+    middle = min(max(halfway, low + 1), high - 1)
     prices[middle] = price(float(values[middle]))
     slope = (prices[high] - prices[low]) / (values[high] - values[low])
     straight = prices[low] + slope * (values[middle] - values[low])

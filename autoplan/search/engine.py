@@ -329,7 +329,7 @@ class Engine:
         step_s = float(self.bounds.step_s[index])
         strategy = self.space.candidates.strategy(index)
         if strategy.pipeline == 1:
-            return step_s
+            return max(step_s, self.space.tables(strategy).least_whole_s)
         return max(step_s, self._working_s(strategy, index))
 
     def _working_s(self, strategy: Strategy, index: int) -> float:
@@ -479,6 +479,9 @@ def _even_split(space: Space, strategy: Strategy, cutoff_s: float) -> Solution |
 
 def _only_split(tables: Tables, cutoff_s: float) -> Solution | None:
     """One stage: the whole model, nothing to choose."""
+    least_s = tables.least_whole_s
+    if least_s > cutoff_s:
+        return Solution(split=None, lower_bound_s=least_s, proven_by="bound", simulated_bound_s=least_s)
     period = float(tables.base_period[0] + tables.extra(tables.in_flight(0))[0])
     if not math.isfinite(period):
         return None

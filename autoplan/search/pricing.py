@@ -19,6 +19,7 @@ from autoplan.plan import Strategy
 
 _NO_STATE = Recipe(name="no state", weights=0.0, gradients=0.0, master_weights=0.0, optimizer_state=0.0)
 _PROBE_ELEMENTS = 2**20
+_MANY = 2**40
 _STATES = ("weights", "gradients", "master_weights", "optimizer_state")
 _FIXED = ("communication_buffers", "workspace", "context")
 
@@ -49,11 +50,45 @@ class KindCosts:
         return self.forward_s + self.backward_s + self.tensor_forward_s + self.tensor_backward_s
 
 
-def kind_costs(kind: LayerKind, cluster: Cluster, *, tensor: int, micro_batch: int) -> KindCosts:
-    """Price ``kind``, whose operators and parameters are already those of one tensor rank."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Activations:
+    """What a layer of a kind leaves for its backward, for any micro-batch of m samples. By recompute policy (a, b):
+    a + b m bytes saved. ``passing``: the widest operator moves max(first, second m)."""
+
+    saved: dict[str, tuple[float, float]]
+    passing: tuple[float, float]
+
+    def saved_bytes(self, policy: str, micro_batch: int) -> float:
+        fixed, each = self.saved[policy]
+        return fixed + each * micro_batch
+
+    def passing_bytes(self, micro_batch: int) -> float:
+        return max(self.passing[0], self.passing[1] * micro_batch)
+
+
+def activations(kind: LayerKind, device: Device) -> Activations:
+    """Probe the memory model with one sample, with two, and with so many that nothing else counts."""
+    one, two, many = (_activations(kind, device, size, "none") for size in (1, 2, _MANY))
+    probes = {"none": (one, two)}
+    for policy in memory.RECOMPUTE:
+        if policy not in probes:
+            probes[policy] = _activations(kind, device, 1, policy), _activations(kind, device, 2, policy)
+    saved = {p: (first["saved_activations"], second["saved_activations"]) for p, (first, second) in probes.items()}
+    return Activations(
+        saved={policy: (2 * first - second, second - first) for policy, (first, second) in saved.items()},
+        passing=(one["passing_activations"], many["passing_activations"] / _MANY),
+    )
+
+
+def kind_costs(
+    kind: LayerKind, cluster: Cluster, *, tensor: int, micro_batch: int, kept: Activations | None = None
+) -> KindCosts:
+    """Price ``kind``, whose operators and parameters are already those of one tensor rank; ``kept``: its
+    :func:`activations`, where they are known."""
     operators = compute.layer_time(kind, cluster.device, micro_batch=micro_batch)
     collectives = communication.tensor_time(kind, cluster, degree=tensor, micro_batch=micro_batch)
-    probes = {policy: _activations(kind, cluster.device, micro_batch, policy) for policy in memory.RECOMPUTE}
+    kept = kept or activations(kind, cluster.device)
+    saved = {policy: kept.saved_bytes(policy, micro_batch) for policy in memory.RECOMPUTE}
     selective = compute.recompute_s(kind, cluster.device, micro_batch=micro_batch, policy="selective")
     return KindCosts(
         forward_s=operators.forward_s,
@@ -62,9 +97,9 @@ def kind_costs(kind: LayerKind, cluster: Cluster, *, tensor: int, micro_batch: i
         tensor_backward_s=collectives.backward_s,
         # The whole forward runs again, its collectives too.
         extra_s={"none": 0.0, "selective": selective, "full": operators.forward_s + collectives.forward_s},
-        saved_bytes={policy: terms["saved_activations"] for policy, terms in probes.items()},
-        window_bytes={policy: terms["recompute_window"] for policy, terms in probes.items()},
-        passing_bytes=probes["none"]["passing_activations"],
+        saved_bytes=saved,
+        window_bytes={policy: max(0.0, saved["none"] - bytes_) for policy, bytes_ in saved.items()},
+        passing_bytes=kept.passing_bytes(micro_batch),
         elements=sum(p.elements for p in kind.parameters),
         trainable=sum(p.elements for p in kind.parameters if p.trainable),
     )

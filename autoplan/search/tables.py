@@ -343,6 +343,12 @@ class Tables:
             extra[stage, row] = saving.least_extra_s(left)
         return extra
 
+    @property
+    def least_whole_s(self) -> float:
+        """No step of the whole model as one stage takes less; inf where it does not fit."""
+        period = float(self.base_period[0] + self._optimistic[0, 0])
+        return self.strategy.micro_batches * period + float(self.tail[0])
+
     def _least_extra(self, rows: Integers, in_flight: Integers) -> Floats:
         """The least recompute seconds of ``rows`` with as many micro-batches in flight."""
         first, end = self.rows[0][rows], self.rows[1][rows]
