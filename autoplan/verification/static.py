@@ -49,7 +49,13 @@ class Programs:
 def check_static(
     capture: Capture, layers: LayerGraph, plan: Plan, cluster: Cluster
 ) -> tuple[tuple[Check, ...], Programs | None]:
-    """All checks, and the graphs where the passes made them. What a pass or the linter refuses is a failed check."""
+    """All checks, and the graphs where the passes made them. What a pass or the linter refuses is a failed check, and
+    so are axes that are priced and not executed."""
+    for axis in ("context", "expert"):
+        degree = getattr(plan.strategy, axis)
+        if degree > 1:
+            reason = f"{axis} {degree} is priced and not executed: there is no program to check"
+            return (Check(name="executable", ok=False, detail=reason, where=f"strategy.{axis}"),), None
     try:
         programs = build_programs(capture, layers, plan, cluster)
     except AutoplanError as error:

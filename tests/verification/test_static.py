@@ -43,6 +43,12 @@ def test_a_sound_plan_for_many_ranks_passes_every_check() -> None:
     assert "1 shared between stages" in found["parameters"].detail
 
 
+@pytest.mark.parametrize("axis", ["context", "expert"])
+def test_axes_that_are_priced_alone_are_said_to_have_no_program(axis: str) -> None:
+    found = checked(planned(data=2, **{axis: 2}))
+    assert not found["executable"].ok and f"{axis} 2" in found["executable"].detail
+
+
 def test_a_collective_lost_after_the_pass_is_found_in_its_layer(monkeypatch: pytest.MonkeyPatch) -> None:
     original = static.sharding_pass.shard_tensors
 
