@@ -9,6 +9,7 @@ one on real tensors are alike. Hashes are sha256 over text, so they are equal in
 from __future__ import annotations
 
 import hashlib
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -20,6 +21,8 @@ from torch.fx import Node
 
 from autoplan.layers.facts import Facts, tensors
 from autoplan.layers.operators import operator_label, operator_name
+
+_UNBACKED = re.compile(r"\bu\d+\b")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,6 +45,7 @@ class Canon:
         self._shared = shared
         self._sizes: dict[Any, str] = {}
         self._shapes: dict[Node, str] = {}
+        self._bounds: dict[str, str] = {}
 
     def form(self, nodes: Sequence[Node]) -> Form:
         """The canonical form of the layer that holds ``nodes``."""
@@ -68,8 +72,15 @@ class Canon:
         lines += [f"in {source.op} {self._flags(source)} {self._layout(source)}" for source in boundary]
         lines += [self._parameter(name, source) for name, source in parameters.items()]
         lines.append(f"out {[inner[node] for node in outputs]}")
-        digest = hashlib.sha256("\n".join(lines).encode()).hexdigest()
+        digest = hashlib.sha256(self._without_names("\n".join(lines)).encode()).hexdigest()
         return Form(digest=digest, boundary=tuple(boundary), parameters=tuple(parameters.values()), outputs=outputs)
+
+    def _without_names(self, text: str) -> str:
+        """Sizes that only data decides (``u7``) by the order in which the layer meets them, with their upper bounds."""
+        found = dict.fromkeys(name for name in _UNBACKED.findall(text) if name in self._bounds)
+        number = {name: f"u{index}" for index, name in enumerate(found)}
+        bounds = "".join(f"\n{number[name]} <= {self._bounds[name]}" for name in found)
+        return _UNBACKED.sub(lambda match: number.get(match[0], match[0]), text) + bounds
 
     def fingerprint(self) -> str:
         """sha256 of the whole graph: operators, arguments, shapes, dtypes and edges; no names, devices or strides.
@@ -137,6 +148,10 @@ class Canon:
             return str(size)
         expression = size.node.expr
         if expression not in self._sizes:
+            environment = size.node.shape_env
+            for symbol in expression.free_symbols:
+                if environment.is_unbacked_symint(symbol):
+                    self._bounds[str(symbol)] = str(environment.var_to_range[symbol].upper)
             named = {symbol: sympy.Symbol("b") for symbol in expression.free_symbols if symbol == self._batch}
             self._sizes[expression] = str(expression.xreplace(named))
         return self._sizes[expression]

@@ -336,3 +336,31 @@ def test_fingerprint_is_equal_in_every_process() -> None:
     environment = {**os.environ, "PYTHONHASHSEED": "7", "PYTHONPATH": os.getcwd()}
     found = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True, check=True)
     assert found.stdout.split()[-1] == small("nano_gpt").graph.fingerprint
+
+
+class Routed(nn.Module):
+    """Experts that run on the rows sent to them: how many, only the data decides."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate = nn.Linear(16, 2)
+        self.experts = nn.ModuleList([nn.Linear(16, 16) for _ in range(2)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        choice = self.gate(x).argmax(-1)
+        out = torch.zeros_like(x)
+        for index, expert in enumerate(self.experts):
+            (rows,) = torch.where(choice == index)
+            out = out.index_add(0, rows, expert(x[rows]))
+        return x + out
+
+
+class Loss(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x.square().mean()
+
+
+def test_blocks_with_sizes_that_only_data_decides_are_one_kind() -> None:
+    graph = layers_of((nn.Sequential(*(Routed() for _ in range(3)), Loss()), {"input": torch.randn(4, 16)}))
+    kinds = kinds_by_name(graph)
+    assert kinds["1"] == kinds["2"]
