@@ -290,11 +290,16 @@ def _backward_terms(
 ) -> dict[str, float]:
     samples = strategy.micro_batch_size / strategy.context
     saved = window = widest = 0.0
+    known: dict[tuple[int, str], tuple[float, float, float]] = {}  # layers of one kind are one object
     for kind, policy, in_flight in zip(kinds, recompute, held, strict=True):
-        kept = layer_saved_bytes(kind, policy=policy, samples=samples)
+        key = (id(kind), policy)
+        if key not in known:
+            kept = layer_saved_bytes(kind, policy=policy, samples=samples)
+            again = layer_saved_bytes(kind, policy="none", samples=samples) - kept
+            known[key] = kept, again, max((_passing_bytes(op, samples) for op in kind.operators), default=0.0)
+        kept, again, passing = known[key]
         saved += kept * in_flight
-        window = max(window, layer_saved_bytes(kind, policy="none", samples=samples) - kept)
-        widest = max(widest, max((_passing_bytes(op, samples) for op in kind.operators), default=0.0))
+        window, widest = max(window, again), max(widest, passing)
     return {
         "saved_activations": saved,
         "received_activations": received_bytes * max(held, default=0),

@@ -141,11 +141,14 @@ def _rank_terms(space: Space, strategy: Strategy, cuts: Sequence[int], rank: int
     chunks = [[model[layer.kind] for layer in layers[first:end]] for first, end in spans]
     samples = strategy.micro_batch_size
     tables = space.tables(strategy)
+    different = {id(kind): kind for chunk in chunks for kind in chunk}
+    saved_of = {key: layer_saved_bytes(kind, policy=policy, samples=samples) for key, kind in different.items()}
+    aside_of = {key: put_aside_bytes(kind, samples=samples) for key, kind in different.items()}
     saved = [
-        sum(layer_saved_bytes(kind, policy=policy, samples=samples) for kind in chunk) + tables.held_bytes(*span)
+        sum(saved_of[id(kind)] for kind in chunk) + tables.held_bytes(*span)
         for chunk, span in zip(chunks, spans, strict=True)
     ]
-    aside = [sum(put_aside_bytes(kind, samples=samples) for kind in chunk) for chunk in chunks]
+    aside = [sum(aside_of[id(kind)] for kind in chunk) for chunk in chunks]
     moment = max(
         schedules.held(
             strategy.schedule,
