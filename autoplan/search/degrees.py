@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 Integers = NDArray[np.int64]
 
 # Chunks a GPU that are tried; more are legal where they are forced.
-VIRTUAL_STAGES = (2, 4, 8)
+VIRTUAL_STAGES = (2, 3, 4, 6, 8)
 # Where 1F1B's pipeline waits for less of its step, no schedule is faster than 1F1B by more than the search's tolerance.
 LEAST_BUBBLE = 0.02
 

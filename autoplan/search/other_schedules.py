@@ -1,9 +1,9 @@
 """Interleaved and zero-bubble schedules, tried after the search under 1F1B has its answer.
 
 Their closed forms don't compare with 1F1B's (one charges sends and bubbles that the other hides), so they stay out of
-the search that these order and prove. Once that has chosen, the candidates whose pipelines stand to gain most are
-simulated under the other schedules: with M micro-batches on p ranks a step of 1F1B is M + p - 1 slots of which p - 1
-are bubble, and v chunks a GPU divide that by v. One of them is taken only where its simulated step is shorter than the
+the search that these order and prove. Once that has chosen, the candidates that promise the shortest steps under the
+other schedules are simulated: with M micro-batches on p ranks a step of 1F1B is M + p - 1 slots of which p - 1 are
+bubble, and v chunks a GPU divide that by v. One of them is taken only where its simulated step is shorter than the
 chosen plan's by more than the search's tolerance, and of those near the shortest the simplest. What was not simulated
 is not known to be slower: a plan that this changed is called feasible, not optimal.
 """
@@ -12,6 +12,8 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import math
+import time
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
@@ -19,13 +21,15 @@ import numpy as np
 
 from autoplan.plan import Strategy
 from autoplan.search.constraints import permits
-from autoplan.search.degrees import LEAST_BUBBLE, VIRTUAL_STAGES
+from autoplan.search.degrees import LEAST_BUBBLE, VIRTUAL_STAGES, Integers
 
 if TYPE_CHECKING:
+    from autoplan.search.chain import Chain
     from autoplan.search.engine import Decision, Engine
+    from autoplan.search.space import Space
 
-# Candidates that are tried under other schedules.
-MOST_VARIED = 4
+# Strategies that are tried under other schedules, beside those of the plan itself.
+MOST_VARIED = 24
 
 
 def faster_schedule(engine: Engine, chosen: Decision, tolerance: float) -> Decision | None:
@@ -34,13 +38,14 @@ def faster_schedule(engine: Engine, chosen: Decision, tolerance: float) -> Decis
 
     found: list[Decision] = []
     limit_s = engine.step_s(chosen) / (1 + tolerance)
-    for strategy in _pool(engine, chosen.strategy):
-        for other in variants(strategy, engine.space.problem.schedules, len(engine.space.problem.layers.layers)):
-            if not permits(engine.space.problem, other):
-                continue
-            decision = engine.under(other, limit_s)
-            if decision is not None and engine.step_s(decision) < limit_s:
-                found.append(decision)
+    for other in _pool(engine, chosen.strategy):
+        if time.monotonic() > engine.deadline:
+            break
+        if not permits(engine.space.problem, other):
+            continue
+        decision = engine.under(other, limit_s)
+        if decision is not None and engine.step_s(decision) < limit_s:
+            found.append(decision)
     if not found:
         return None
     near_s = min(map(engine.step_s, found)) * (1 + tolerance)
@@ -66,15 +71,78 @@ def worthwhile(strategy: Strategy) -> bool:
     return 1 < ranks <= micro_batches and ranks - 1 > LEAST_BUBBLE * (micro_batches + ranks - 1)
 
 
-def _pool(engine: Engine, chosen: Strategy) -> list[Strategy]:
-    """What was chosen, and the candidates that stand to gain most, the most promising first. State is sharded no
-    further than was chosen."""
-    candidates, bounds = engine.space.candidates, engine.bounds
-    micro_batches, ranks = candidates.micro_batches, candidates.pipeline
-    expected = bounds.step_s * (micro_batches + (ranks - 1) / 2) / (micro_batches + ranks - 1)
-    kept = (bounds.short_bytes <= 0) & (ranks > 1) & (candidates.zero_stage <= chosen.zero_stage)
+def _pool(engine: Engine, chosen: Strategy) -> Iterator[Strategy]:
+    """What was chosen under the other schedules, and then what promises the shortest step of all candidates under each
+    of them. State is sharded no further than was chosen."""
+    problem, candidates = engine.space.problem, engine.space.candidates
+    own = tuple(variants(chosen, problem.schedules, len(problem.layers.layers)))
+    yield from own
+    ranks, micro_batches = candidates.pipeline, candidates.micro_batches
+    kept = (engine.bounds.short_bytes <= 0) & (ranks > 1) & (ranks <= micro_batches)
+    kept &= (ranks - 1 > LEAST_BUBBLE * (micro_batches + ranks - 1)) & (candidates.zero_stage <= chosen.zero_stage)
     rows = np.nonzero(kept)[0]
-    order = rows[np.lexsort((rows, expected[rows]))]
-    promising = (candidates.strategy(int(index)) for index in order)
-    found = itertools.islice((s for s in promising if worthwhile(s) and s != chosen), MOST_VARIED)
-    return [chosen, *found]
+    if not len(rows):
+        return
+    promised = [
+        (expected_s, index, name, chunks)
+        for name, chunks in _ways(problem.schedules)
+        for expected_s, index in zip(_expected_s(engine, rows, name, chunks), rows, strict=True)
+    ]
+    varied = (
+        dataclasses.replace(candidates.strategy(int(index)), schedule=name, virtual_stages=chunks)
+        for expected_s, index, name, chunks in sorted(promised)
+        if math.isfinite(expected_s)
+    )
+    yield from itertools.islice((strategy for strategy in varied if strategy not in own), MOST_VARIED)
+
+
+def _ways(schedules: tuple[str, ...]) -> tuple[tuple[str, int], ...]:
+    """Schedules with the chunks a rank that are tried."""
+    interleaved = tuple(("interleaved", chunks) for chunks in VIRTUAL_STAGES) if "interleaved" in schedules else ()
+    return (*interleaved, *((("zero_bubble", 1),) if "zero_bubble" in schedules else ()))
+
+
+def _expected_s(engine: Engine, rows: Integers, name: str, chunks: int) -> list[float]:
+    """About what each row's step takes: M v + p - 1 turns of the longest chunk (Narayanan et al. 2021, section 2.2), or
+    M turns and a third of the p - 1 (Qi et al. 2023), and the end of the step as its bound has it. A chunk is at least
+    as long as the longest layer, the mean, and the share of the most common layer that some chunk must hold; and it
+    recomputes what memory asks for."""
+    space, expected = engine.space, []
+    for index in rows:
+        strategy = space.candidates.strategy(int(index))
+        ranks, micro_batches = strategy.pipeline, strategy.micro_batches
+        chain = space.chain(strategy.tensor, strategy.micro_batch_size)
+        if ranks * chunks > chain.layers:
+            expected.append(math.inf)
+            continue
+        plain_s, chunk_s = _longest_s(chain, ranks), _longest_s(chain, ranks * chunks)
+        end_s = float(engine.bounds.step_s[index]) - (micro_batches + ranks - 1) * plain_s
+        waits = (ranks - 1) / (3 if name == "zero_bubble" else 1)
+        held = 1 + (ranks - 1) / (ranks * chunks) if name == "interleaved" else 1.0
+        again_s = _again_s(space, strategy, chain, held) / (ranks * chunks)
+        expected.append((micro_batches * chunks + waits) * (chunk_s + again_s) + max(0.0, end_s))
+    return expected
+
+
+def _again_s(space: Space, strategy: Strategy, chain: Chain, held: float) -> float:
+    """Seconds that a micro-batch recomputes in all layers where a rank holds ``held`` times the activations of one
+    through the whole model: under the first policy that fits by its mean rank."""
+    states, ranks = space.states(strategy), strategy.pipeline
+    elements, trainable = space.totals(strategy.tensor)
+    resident = states.fixed_bytes + (states.per_element * elements + states.per_trainable * trainable) / ranks
+    counted = np.bincount(chain.kinds, minlength=len(chain.costs))
+    again_s = 0.0
+    for policy in space.policies:
+        again_s = float(sum(n * cost.extra_s[policy] for n, cost in zip(counted, chain.costs, strict=True)))
+        saved = float(sum(n * cost.saved_bytes[policy] for n, cost in zip(counted, chain.costs, strict=True)))
+        if resident + (1 + states.reserve) * held * saved <= space.problem.usable_bytes:
+            break
+    return again_s
+
+
+def _longest_s(chain: Chain, stages: int) -> float:
+    """No split into ``stages`` has a shorter longest stage."""
+    counted = np.bincount(chain.kinds)
+    common = int(np.argmax(counted))
+    layer_s = float(np.diff(chain.period)[chain.kinds == common][0])
+    return max(float(chain.period[-1]) / stages, chain.longest_s, -(-int(counted[common]) // stages) * layer_s)
