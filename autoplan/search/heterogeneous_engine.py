@@ -55,13 +55,15 @@ class MixedFound:
 @dataclass(kw_only=True)
 class MixedEngine:
     """One search over pipelines across groups. ``others_s`` and ``others_step_s``: closed form and simulated step of
-    the best plans on one kind, above which no pipeline is wanted."""
+    the best plans on one kind, above which no pipeline is wanted. ``stopped_s``: the bound of the first candidate that
+    the deadline left unsearched."""
 
     space: MixedSpace
     solver: SolverName | None
     deadline: float = math.inf
     others_s: float = math.inf
     others_step_s: float = math.inf
+    stopped_s: float = math.inf
     _known: dict[int, tuple[float, MixedDecision | None]] = field(default_factory=dict, init=False)
 
     @cached_property
@@ -127,7 +129,8 @@ class MixedEngine:
             bound = self.bounds[index].step_s
             if bound >= limit:
                 break
-            if time.monotonic() > self.deadline:
+            if math.isfinite(limit) and time.monotonic() > self.deadline:
+                self.stopped_s = bound
                 return best, bound, False
             found = self.open(index, cutoff_s=limit * (1 + CONFIRMED))
             if found is not None and (best is None or found.value_s < best.value_s):

@@ -171,9 +171,10 @@ def _certificate(searched: Searched, plan: Plan) -> Certificate:
     counts = [found.counts for found in founds]
     if searched.across is None:
         counts.append(searched.engine.counts())
-    proven = all(found.proven for found in founds)
+    stopped_s = searched.engine.stopped_s
+    proven = all(found.proven for found in founds) and stopped_s == math.inf
     best = min(founds, key=lambda found: found.best.value_s).best
-    floor_s = min(found.lower_bound_s for found in founds)
+    floor_s = min(stopped_s, *(found.lower_bound_s for found in founds))
     step_s = plan.predicted.step_time_s
     # What no pipeline that was left out can beat is known by its bound in closed form only.
     simulated_s = min(step_s, *(found.simulated_bound_s for found in founds), searched.engine.left_out_s())

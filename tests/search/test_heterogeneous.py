@@ -290,6 +290,14 @@ def test_no_more_gpus_than_asked_for() -> None:
     assert plan.gpus_used <= 6
 
 
+def test_out_of_time_the_best_so_far_is_not_called_optimal() -> None:
+    question = problem(big(), mixed([group(4, name="fast"), group(4, speed=0.5, name="slow")]), global_batch=64)
+    proof = search(question, time_limit_s=0.0).certificate
+    assert proof.status == "feasible"
+    assert 0 < proof.gap < 1
+    assert proof.objective_bound_s <= search(question).certificate.best_s
+
+
 def test_ranges_nodes_and_boundaries_hold_across_kinds() -> None:
     cluster = mixed([group(4, name="fast"), group(4, speed=0.5, name="slow")])
     ranged = search(problem(big(), cluster, global_batch=64, forced={"pipeline": ">=4", "tensor": 1}))
