@@ -42,12 +42,13 @@ Floats = NDArray[np.float64]
 @dataclass(frozen=True, slots=True)
 class LowerBounds:
     """One entry a candidate: seconds of a step in closed form, bytes above the memory of a GPU (negative: free),
-    seconds of a simulated step, and of the longest period."""
+    seconds of a simulated step, of the longest period, and of the busiest rank's work, whatever the schedule."""
 
     step_s: Floats
     short_bytes: Floats
     simulated_s: Floats
     longest_s: Floats
+    works_s: Floats
 
 
 def lower_bounds(space: Space, candidates: Candidates) -> LowerBounds:
@@ -75,6 +76,7 @@ def lower_bounds(space: Space, candidates: Candidates) -> LowerBounds:
         # Sharded weights are gathered in forward and in backward, so that shares are other than the layers' own.
         lesser_share=np.where(exposed > 0, 0.5, lesser_share),
     )
+    works = candidates.micro_batches.astype(float) * np.maximum((period + exposed) / candidates.pipeline, longest)
     whole = period + sends + exposed
     bottleneck = np.maximum(whole / candidates.pipeline, longest)
     if candidates.schedule == "gpipe":  # its sends only lengthen the pipeline
@@ -88,7 +90,7 @@ def lower_bounds(space: Space, candidates: Candidates) -> LowerBounds:
             step[runs], simulated[runs] = _listed_bounds(
                 candidates, runs, period + exposed, longest, sends, even_tail, weights
             )
-    return LowerBounds(step, _short_bytes(space, candidates), simulated, bottleneck)
+    return LowerBounds(step, _short_bytes(space, candidates), simulated, bottleneck, works)
 
 
 def _listed_bounds(

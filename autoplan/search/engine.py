@@ -207,9 +207,13 @@ class Engine:
 
     def under(self, strategy: Strategy, limit_s: float) -> Decision | None:
         """The decision of a strategy under an interleaved or zero-bubble schedule, if its step may be below a limit."""
-        if least_step_s(self.space, strategy) >= limit_s:
+        works_s = strategy.micro_batches * self._blocks.bottleneck_s(strategy)
+        if works_s >= limit_s or least_step_s(self.space, strategy) >= limit_s:
             return None
-        return _decision(self.space, strategy, _even_split(self.space, strategy, math.inf))
+        solution = _even_split(self.space, strategy, math.inf)
+        if solution is None or solution.simulated_bound_s >= limit_s:
+            return None
+        return _decision(self.space, strategy, solution)
 
     def step_s(self, decision: Decision) -> float:
         """The simulated step, remembered."""

@@ -38,7 +38,7 @@ def faster_schedule(engine: Engine, chosen: Decision, tolerance: float) -> Decis
 
     found: list[Decision] = []
     limit_s = engine.step_s(chosen) / (1 + tolerance)
-    for other in _pool(engine, chosen.strategy):
+    for other in _pool(engine, chosen.strategy, limit_s):
         if time.monotonic() > engine.deadline:
             break
         if not permits(engine.space.problem, other):
@@ -71,7 +71,7 @@ def worthwhile(strategy: Strategy) -> bool:
     return 1 < ranks <= micro_batches and ranks - 1 > LEAST_BUBBLE * (micro_batches + ranks - 1)
 
 
-def _pool(engine: Engine, chosen: Strategy) -> Iterator[Strategy]:
+def _pool(engine: Engine, chosen: Strategy, limit_s: float) -> Iterator[Strategy]:
     """What was chosen under the other schedules, and then what promises the shortest step of all candidates under each
     of them. State is sharded no further than was chosen."""
     problem, candidates = engine.space.problem, engine.space.candidates
@@ -80,6 +80,7 @@ def _pool(engine: Engine, chosen: Strategy) -> Iterator[Strategy]:
     ranks, micro_batches = candidates.pipeline, candidates.micro_batches
     kept = (engine.bounds.short_bytes <= 0) & (ranks > 1) & (ranks <= micro_batches)
     kept &= (ranks - 1 > LEAST_BUBBLE * (micro_batches + ranks - 1)) & (candidates.zero_stage <= chosen.zero_stage)
+    kept &= engine.bounds.works_s < limit_s  # a rank has to do its work under any schedule
     rows = np.nonzero(kept)[0]
     if not len(rows):
         return
