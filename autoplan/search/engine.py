@@ -191,7 +191,7 @@ class Engine:
             best=self._confirm(best),
             fastest=fastest,
             lower_bound_s=floor,
-            simulated_bound_s=self._simulated_bound_s(self.step_s(fastest)),
+            simulated_bound_s=self._simulated_bound_s(self.step_s(fastest)) if other is None else self._least_work_s(),
             proven=proven and other is None,
             confirmed=len(self._simulated),
             counts=self._counts(),
@@ -204,6 +204,10 @@ class Engine:
         if given or self.space.candidates.schedule != "1f1b" or time.monotonic() > self.deadline:
             return None
         return faster_schedule(self, chosen, tolerance)
+
+    def _least_work_s(self) -> float:
+        """No candidate's step is shorter under any schedule than what its busiest rank works."""
+        return float(self.bounds.works_s[self.bounds.short_bytes <= 0].min())
 
     def under(self, strategy: Strategy, limit_s: float) -> Decision | None:
         """The decision of a strategy under an interleaved or zero-bubble schedule, if its step may be below a limit."""

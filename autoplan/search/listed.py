@@ -12,7 +12,7 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -69,33 +69,45 @@ def even_cuts(space: Space, strategy: Strategy) -> tuple[int, ...] | None:
 @functools.lru_cache(maxsize=256)
 def _most_even(period: bytes, stages: int) -> tuple[int, ...] | None:
     prefix = np.frombuffer(period)
-    if len(prefix) - 1 < stages:
+    layers = len(prefix) - 1
+    if layers < stages:
         return None
-    span = prefix[None, :] - prefix[:, None]
-    span = np.where(np.arange(len(prefix))[None, :] > np.arange(len(prefix))[:, None], span, math.inf)
-    longest = _least(span, stages, np.maximum)[0][-1]
-    # Sums differ in their last bits.
-    scaled = np.where(span <= longest * (1 + 1e-9), (span / longest) ** 2, math.inf)
-    _, choices = _least(scaled, stages, np.add)
-    cuts = [len(prefix) - 1]
-    for choice in reversed(choices):
-        cuts.append(int(choice[cuts[-1]]))
-    return tuple(reversed(cuts))
-
-
-def _least(
-    span: Floats, stages: int, join: Callable[[Floats, Floats], Floats]
-) -> tuple[Floats, list[NDArray[np.int64]]]:
-    """Over paths of ``stages`` spans from the first cut: the least joined value up to each cut, and for each stage the
-    cut that a best path to each cut comes from."""
-    value = np.full(len(span), math.inf)
+    longest = _shortest_longest(prefix, stages) or 1.0
+    # No span that is longer, but for the rounding of sums, ends a stage: starts are looked for in a window.
+    window = int(np.max(np.arange(layers + 1) - np.searchsorted(prefix, prefix - longest * (1 + 1e-9))))
+    start = np.arange(layers + 1)[:, None] - np.arange(1, window + 1)[None, :]
+    span = prefix[:, None] - prefix[np.maximum(start, 0)]
+    squares = np.where((start >= 0) & (span <= longest * (1 + 1e-9)), (span / longest) ** 2, math.inf)
+    value = np.full(layers + 1, math.inf)
     value[0] = 0.0
     choices = []
     for _ in range(stages):
-        through = join(value[:, None], span)
-        choices.append(np.argmin(through, axis=0))
-        value = through.min(axis=0)
-    return value, choices
+        through = value[np.maximum(start, 0)] + squares
+        best = np.argmin(through, axis=1)
+        value = np.take_along_axis(through, best[:, None], axis=1)[:, 0]
+        choices.append(best + 1)
+    cuts = [layers]
+    for back in reversed(choices):
+        cuts.append(cuts[-1] - int(back[cuts[-1]]))
+    return tuple(reversed(cuts))
+
+
+def _shortest_longest(prefix: Floats, stages: int) -> float:
+    """The least longest span of a split into at most ``stages``: bisected, and read off the split that it allows. Fewer
+    spans do, because splitting one makes none longer."""
+    low, high = float(np.diff(prefix).max()), float(prefix[-1])
+    found = high
+    while high - low > 1e-12 * high:
+        middle = (low + high) / 2
+        reached, longest, used = 0, 0.0, 0
+        while reached < len(prefix) - 1 and used < stages:
+            end = int(np.searchsorted(prefix, prefix[reached] + middle, side="right")) - 1
+            longest, reached, used = max(longest, float(prefix[end] - prefix[reached])), end, used + 1
+        if reached == len(prefix) - 1:
+            high, found = middle, longest
+        else:
+            low = middle
+    return found
 
 
 # --------------------------------------------------------------------------------------------------------------- memory
