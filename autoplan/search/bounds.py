@@ -65,7 +65,8 @@ def lower_bounds(space: Space, candidates: Candidates) -> LowerBounds:
     far = candidates.data * candidates.tensor >= space.problem.cluster.gpus_per_node
     for where, strategy in _alike(candidates, ("tensor", "micro_batch_size", "staged"), far):
         sends[where] = 2 * (candidates.pipeline[where] - 1) * _least_send_s(space, strategy)
-    exposed, tail, first_tail, even_tail = _data_axis(space, candidates, backward)
+    short = _short_bytes(space, candidates)
+    exposed, tail, first_tail, even_tail = _data_axis(space, candidates, backward, short <= 0)
     simulated = simulated_bound_s(
         schedule=candidates.schedule,
         stages=candidates.pipeline,
@@ -90,7 +91,7 @@ def lower_bounds(space: Space, candidates: Candidates) -> LowerBounds:
             step[runs], simulated[runs] = _listed_bounds(
                 candidates, runs, period + exposed, longest, sends, even_tail, weights
             )
-    return LowerBounds(step, _short_bytes(space, candidates), simulated, bottleneck, works)
+    return LowerBounds(step, short, simulated, bottleneck, works)
 
 
 def _listed_bounds(
@@ -153,11 +154,16 @@ def _least_send_s(space: Space, strategy: Strategy) -> float:
     return communication.send_s(space.problem.cluster, least, distance)
 
 
-def _data_axis(space: Space, candidates: Candidates, backward_s: Floats) -> tuple[Floats, Floats, Floats, Floats]:
+def _data_axis(
+    space: Space, candidates: Candidates, backward_s: Floats, fits: NDArray[np.bool_]
+) -> tuple[Floats, Floats, Floats, Floats]:
     """For every candidate the seconds a micro-batch that its data axis exposes at least over all stages, the tail that
-    some stage has at least, the least tail of a layer that may come first, and an even share of all tails."""
+    some stage has at least, the least tail of a layer that may come first, and an even share of all tails; 0 where no
+    candidate of the same degrees ``fits``."""
     exposed, tail, first_tail, even = (np.zeros(len(candidates)) for _ in range(4))
     for where, strategy in _alike(candidates, ("tensor", "data", "zero_stage")):
+        if not fits[where].any():
+            continue
         elements, trainable = space.totals(strategy.tensor)
         tables = space.tables(strategy)
         stages = candidates.pipeline[where]
@@ -166,13 +172,15 @@ def _data_axis(space: Space, candidates: Candidates, backward_s: Floats) -> tupl
         average = (once + tables.optimizer_s(trainable)) / stages
         # The stage with the most parameters has at least an even share, and may hide what can be hidden.
         counts, place = np.unique(stages, return_inverse=True)
-        of_share = _hidden_tails_s(tables, elements / counts, trainable / counts)[place.reshape(-1)]
-        tail[where], even[where] = np.maximum(average, of_share), average
         kinds = {int(tables.chain.kinds[layer]) for layer in space.first_layers}
         costs = [tables.chain.costs[kind] for kind in sorted(kinds)]
-        first_tail[where] = _hidden_tails_s(
-            tables, np.array([float(c.elements) for c in costs]), np.array([float(c.trainable) for c in costs])
-        ).min()
+        tails = _hidden_tails_s(
+            tables,
+            np.concatenate((elements / counts, [c.elements for c in costs])),
+            np.concatenate((trainable / counts, [c.trainable for c in costs])),
+        )
+        tail[where], even[where] = np.maximum(average, tails[place.reshape(-1)]), average
+        first_tail[where] = tails[len(counts) :].min()
     return exposed, tail, first_tail, even
 
 
