@@ -162,7 +162,7 @@ def tensor_degrees(problem: Problem, forced: Forced) -> tuple[int, ...]:
     if forced.tensor:
         return (forced.tensor,)
     highest = problem.max_tensor or problem.cluster.gpus_per_node
-    return tuple(d for d in divisors(problem.cluster.gpus) if (2 if problem.sequence else 1) <= d <= highest)
+    return tuple(d for d in divisors(problem.cluster.gpus) if (2 if problem.sequence_forced else 1) <= d <= highest)
 
 
 def _rows(problem: Problem, forced: Forced, gpus: int, tensors: tuple[int, ...]) -> list[tuple[int, ...]]:

@@ -208,7 +208,7 @@ def _check_chunks(problem: Problem, forced: Forced) -> None:
 
 
 def _check_sequence(problem: Problem, forced: Forced) -> None:
-    if not problem.sequence:
+    if not problem.sequence_forced:
         return
     where = "strategy key `sequence_parallel`"
     if problem.sequence_kinds is None or problem.cluster.groups:

@@ -21,6 +21,7 @@ from autoplan.search.families import alternatives, best_of_families, family_of
 from autoplan.search.heterogeneous_plan import plan_of_groups
 from autoplan.search.infeasible import infeasible
 from autoplan.search.milp import default_solver
+from autoplan.search.over_sequence import with_shares
 from autoplan.search.problem import Problem
 from autoplan.search.solver import SolverName
 from autoplan.search.space import open_space
@@ -49,6 +50,8 @@ def predict(problem: Problem, *, solver: SolverName | str | None = "auto") -> Pl
     open_keys: tuple[str, ...] = ("data", "tensor", "pipeline", "zero_stage", "micro_batch_size", "schedule")
     if plan.strategy.schedule == "interleaved":
         open_keys = (*open_keys, "virtual_stages")
+    if plan.strategy.sequence_parallel:
+        open_keys = (*open_keys, "sequence_parallel")
     filled = [f"{key} {getattr(plan.strategy, key)}" for key in open_keys if key not in problem.forced]
     if not filled:
         return plan
@@ -99,7 +102,7 @@ def _answer(problem: Problem, time_limit_s: float | None, solver: SolverName | s
         plan = plan_of_groups(problem, solver=chosen_solver, deadline=deadline, tolerance=tolerance, planned=_planned)
     else:
         engine = Engine(space=open_space(problem), solver=chosen_solver, deadline=deadline)
-        found = engine.run(tolerance)
+        engine, found = with_shares(engine, engine.run(tolerance), tolerance)
         if found is None:
             raise infeasible(engine)
         plan = _planned(engine, found)

@@ -35,6 +35,7 @@ class Problem:
     ``sequence_kinds(degree)``: like ``tensor_kinds`` under sequence parallelism, where layers hand each other shares of
     the sequence; it raises :class:`StrategyError` where no share can be made, and says why. ``sequence_edges(degree)``:
     ``layers.edges`` then, with the bytes that one rank sends. None where sequence parallelism is not offered.
+    ``over_sequence``: candidates with a tensor axis are sequence parallel though nobody forced it.
     ``expert``: ranks that the kinds' experts are spread over (:mod:`autoplan.search.expert`).
     """
 
@@ -61,6 +62,7 @@ class Problem:
     sequence_kinds: Callable[[int], tuple[LayerKind, ...]] | None = None
     sequence_edges: Callable[[int], tuple[Edge, ...]] | None = None
     expert: int = 1
+    over_sequence: bool = False
 
     @property
     def usable_bytes(self) -> float:
@@ -77,7 +79,12 @@ class Problem:
 
     @property
     def sequence(self) -> bool:
-        """Whether candidates with a tensor axis are sequence parallel: where that is forced."""
+        """Whether candidates with a tensor axis are sequence parallel: where that is forced, or asked for."""
+        return self.over_sequence or self.sequence_forced
+
+    @property
+    def sequence_forced(self) -> bool:
+        """Whether the user wants sequence parallelism, and so a tensor axis."""
         return str(self.forced.get("sequence_parallel")).lower() == "true"
 
     def layers_under(self, degree: int) -> LayerGraph:

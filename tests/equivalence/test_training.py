@@ -62,6 +62,7 @@ STRATEGIES: dict[str, dict[str, Any]] = {
         "recompute": "full",
     },
     "dp2-pp2-zero2": {"data": 2, "tensor": 1, "pipeline": 2, "micro_batch_size": 1, "zero_stage": 2},
+    "pp2-tp2-sequence": {"data": 1, "tensor": 2, "pipeline": 2, "micro_batch_size": 2, "sequence_parallel": True},
 }
 
 # Schedules that put several stages on a rank or split backwards, beside other axes and savers.
@@ -90,6 +91,7 @@ DEFAULT_SCHEDULED = {
 
 # Memory savers: these models by default, the others in the wide matrix.
 DEFAULT_SAVERS = {("gpt2", "dp2-pp2-recompute"), ("llama", "tp2-recompute"), ("gpt2", "dp2-tp2-zero3-recompute")}
+DEFAULT_SAVERS |= {("llama", "pp2-tp2-sequence")}
 
 
 def _matrix_model(strategy: str) -> str:
@@ -100,7 +102,8 @@ def _matrix_model(strategy: str) -> str:
 def _is_wide(model: str, strategy: str) -> bool:
     if strategy in SCHEDULED:
         return (model, strategy) not in DEFAULT_SCHEDULED
-    saver = "recompute" in STRATEGIES[strategy] or STRATEGIES[strategy].get("zero_stage") == 3
+    degrees = STRATEGIES[strategy]
+    saver = "recompute" in degrees or degrees.get("zero_stage") == 3 or "sequence_parallel" in degrees
     return saver and (model, strategy) not in DEFAULT_SAVERS
 
 

@@ -111,11 +111,13 @@ def test_a_layer_larger_than_a_card_gets_tensor_parallelism(links: str) -> None:
 
 @pytest.mark.parametrize(("links", "axes"), [("fast", {"data", "pipeline", "tensor"}), ("slow", {"data", "pipeline"})])
 def test_the_fastest_at_scale_is_a_combination(links: str, axes: set[str]) -> None:
-    """175 G parameters on 512 cards: all three axes where NVLink carries the tensor axis, and none of it over PCIe."""
+    """175 G parameters on 512 cards: all three axes where NVLink carries the tensor axis. Over PCIe two ranks at most,
+    and only with the sequence split, which divides norms and what stages send."""
     plan = planned(gpt(96, 12288, seq=2048, head_dim=128), "64x8xA100-80GB", links, batch=1536)
     assert axes <= set(plan.strategy.axes) and plan.gpus_used == 512
     # Megatron's rule: the tensor axis stays inside a node.
-    assert plan.strategy.tensor <= (8 if links == "fast" else 1)
+    assert plan.strategy.tensor <= (8 if links == "fast" else 2)
+    assert plan.strategy.tensor == 1 or plan.strategy.sequence_parallel
     for other in plan.alternatives:
         if " x " not in other.family:
             assert other.step_time_s is None or other.step_time_s > 1.1 * plan.predicted.step_time_s, other.family

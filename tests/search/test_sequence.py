@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from autoplan.errors import StrategyError
+from autoplan.errors import InfeasibleError, StrategyError
 from autoplan.layers.types import Edge, LayerKind
 from autoplan.search import Problem, predict, search
 from tests.support.layer_graphs import Dense, cluster, problem
@@ -45,6 +45,41 @@ def test_forced_it_keeps_and_sends_shares() -> None:
     assert kept[1] == pytest.approx([bytes_ / 2 for bytes_ in kept[0]])
     sent = [next(axis.bytes_per_step for axis in plan.axes if axis.name == "pipeline") for plan in (whole, shares)]
     assert sent[1] == pytest.approx(sent[0] / 4)
+
+
+def test_left_open_it_is_taken_where_it_gains_and_only_there() -> None:
+    needs_tensor = {"data": 1, "pipeline": 1, "tensor": 4}
+    slower = question(needs_tensor)
+    assert not search(slower).strategy.sequence_parallel  # as fast without: nothing is gained
+    assert slower.sequence_kinds is not None
+    quick = dataclasses.replace(
+        slower, sequence_kinds=lambda degree: tuple(_quicker(kind) for kind in slower.tensor_kinds(degree))
+    )
+    plan = search(quick)
+    assert plan.strategy.sequence_parallel and plan.certificate.status == "optimal"
+    assert plan.predicted.step_time_s < search(slower).predicted.step_time_s
+    assert "sequence_parallel" not in plan.forced
+    forbidden = dataclasses.replace(quick, forced={**needs_tensor, "sequence_parallel": False})
+    assert not search(forbidden).strategy.sequence_parallel
+
+
+def test_left_open_it_is_taken_where_nothing_fits_without() -> None:
+    layers = [Dense(elements=1_000_000, saved=2.0**31)] * 4
+    degrees = {"data": 1, "pipeline": 1, "tensor": 4, "micro_batch_size": 32, "recompute": "none"}
+    plain = problem(layers, cluster(4, memory_gib=60.0), forced=degrees)
+    with pytest.raises(InfeasibleError):
+        search(plain)
+    halved = dataclasses.replace(
+        plain, sequence_kinds=lambda degree: tuple(_halved(kind) for kind in plain.tensor_kinds(degree))
+    )
+    assert search(halved).strategy.sequence_parallel
+
+
+def _quicker(kind: LayerKind) -> LayerKind:
+    operators = tuple(
+        dataclasses.replace(op, flops=op.flops / 2, backward_flops=op.backward_flops / 2) for op in kind.operators
+    )
+    return dataclasses.replace(kind, operators=operators)
 
 
 @pytest.mark.parametrize("value", [True, "true"])
