@@ -161,7 +161,9 @@ class Certificate:
     candidates that come near the least. In the closed form, ``objective_s`` is the chosen plan's, ``best_s`` the
     least, ``objective_bound_s`` what no candidate goes below, and ``gap`` the part of ``best_s`` that is not proven.
     In the simulator, no candidate's step is shorter than ``lower_bound_s``, whatever its stages, and the chosen plan's
-    is at most ``simulated_gap`` of itself longer (2% of that may be the price of less parallelism).
+    is at most ``simulated_gap`` of itself longer (2% of that may be the price of less parallelism). Candidates run 1F1B
+    unless another schedule is forced; where an interleaved or zero-bubble schedule won over them, which is not proven,
+    that bound is what the busiest rank works at least.
     """
 
     __pydantic_config__: ClassVar[ConfigDict] = _STRICT
