@@ -116,6 +116,7 @@ class MixedSpace:
             self._work[key] = _work(
                 np.stack([np.diff(chain.period) for chain in chains]),
                 np.stack([np.diff(chain.backward) for chain in chains]),
+                max(chain.lesser_share for chain in chains),
             )
         return self._work[key]
 
@@ -239,29 +240,29 @@ def _offered(problem: Problem, forced: Forced) -> bool:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Work:
     """A micro-batch through all layers, each on the group that is best for it: seconds in all (``period_s``), of the
-    longest layer, weighed by the groups' ``speeds``; how many times as long each group takes at least; and the longest
-    that all backwards can take."""
+    longest layer, and in all where a second of a group counts as its speed (``weighed_s``; the fastest group's is 1);
+    the longest that all backwards can take; and the ``share`` of its period that no run of layers exceeds with both its
+    forward and its backward."""
 
     period_s: float
     longest_s: float
-    weighed: float
+    weighed_s: float
     speeds: Floats
-    slowdown: tuple[float, ...]
     backward_s: float
+    share: float
 
 
-def _work(layers: Floats, backward: Floats) -> Work:
+def _work(layers: Floats, backward: Floats, share: float) -> Work:
     """From [groups, layers] seconds of each layer, and of its backward."""
-    least = layers.min(axis=0)
-    speeds = 1 / np.maximum(layers.sum(axis=1), 1e-300)
-    ratios = np.min(np.where(least > 0, layers / np.maximum(least, 1e-300), math.inf), axis=1)
+    least, whole = layers.min(axis=0), np.maximum(layers.sum(axis=1), 1e-300)
+    speeds = whole.min() / whole
     return Work(
         period_s=float(least.sum()),
         longest_s=float(least.max(initial=0.0)),
-        weighed=float((layers * speeds[:, None]).min(axis=0).sum()),
+        weighed_s=float((layers * speeds[:, None]).min(axis=0).sum()),
         speeds=speeds,
-        slowdown=tuple(float(r) if math.isfinite(r) else 1.0 for r in ratios),
         backward_s=float(backward.max(axis=0).sum()),
+        share=share,
     )
 
 
@@ -278,41 +279,68 @@ class MixedBound:
 def bound_of(space: MixedSpace, strategy: Strategy) -> MixedBound:
     """A bound from each layer's time on the group that is best for it.
 
-    Longest stage: for any weights v_g > 0 at least sum_l min_g v_g t_g(l) over the most that S stages can weigh: with
-    v = 1, and with v_g the speed of group g (the fastest GPUs count for most). Sum of periods: group g takes at least
-    r_g = min_l t_g(l) / min_h t_h(l) times as long as the best, so of P = sum_l min_g t_g(l) its n_g stages hold at
-    most n_g B / r_g with a longest stage of B; what is over is with the next slower group. Together they are least at
-    the least B, or where a group is full. The simulator's: :func:`_simulated_s`.
+    With v_g the speed of group g, the stages' seconds weigh at least W = sum_l min_g v_g t_g(l) together, so that the
+    longest takes W over the most that S stages can weigh (the fastest GPUs first), and an even share of P = sum_l min_g
+    t_g(l). With a longest stage of B the n_g stages of group g do v_g n_g B of the work, and what is over is with the
+    next slower group: the least sum of periods, which with (M - 1) B is least at the least B or where a group is full.
+    The simulator's: :func:`_simulated_s`.
     """
     held = tuple(space.slots(group, strategy) for group in range(len(space.spaces)))
     work = space.work(strategy.tensor, strategy.micro_batch_size)
     stages, micro_batches = strategy.pipeline, strategy.micro_batches
     every, once, send = space.around(strategy)
     period = work.period_s + every
-    longest = max(period / stages, work.longest_s, work.weighed / _most(held, work.speeds, stages))
-    simulated = max(micro_batches * longest, _simulated_s(strategy, work, held, 2 * (stages - 1) * send), period)
+    longest = max(period / stages, work.longest_s, work.weighed_s / _most(held, work.speeds, stages))
+    share = 0.5 if every > 0 else work.share
+    simulated = _simulated_s(strategy, work, held, share, every, 2 * (stages - 1) * send)
+    simulated = max(micro_batches * longest, simulated, period)
     step = _closed_form_s(strategy, work, held, longest, every, send)
     return MixedBound(step_s=step + once, simulated_s=simulated, fits=_fits(space, strategy, held))
 
 
-def _simulated_s(strategy: Strategy, work: Work, held: tuple[int, ...], sends_s: float) -> float:
-    """Seconds of a simulated step that no layout beats.
+def _simulated_s(
+    strategy: Strategy, work: Work, held: tuple[int, ...], share: float, every_s: float, sends_s: float
+) -> float:
+    """Seconds of a simulated step that no layout beats. ``share``: no stage's forward and backward both take more of
+    its period.
 
     Stage s waits for all before it, forth and back: step >= sum_{i < s} T_i + M T_s, so that any k stages hold at most
-    step x (1 - (1 - 1/M)^k). Under 1F1B with M > S besides (:mod:`autoplan.search.simulated`; P all periods, D all
-    sends) step - P - D >= sum_{i > s} T_i + (M - S + s) T_s, so that any k stages hold at most (step - P - D) x
-    k / (M - S + k - 1). What stages hold, divided by their groups' slowdown, must be the work: the fastest first.
+    step x (1 - (1 - 1/M)^k). Under 1F1B besides (:mod:`autoplan.search.simulated`; P all periods, D all sends, w =
+    min(M, S - s), x the share) u = step - P - D >= (M - 1 - (w - 1) x) T_s, and with M > S also u >= sum_{i > s} T_i +
+    (M - S + s) T_s, so that any k stages hold at most u k / (M - S + k - 1). What stages hold, weighed by their groups'
+    speeds, must be the work, the fastest first: that is the least u. P grows as slower groups take what the longest
+    stage under u leaves.
     """
     stages, micro_batches = strategy.pipeline, strategy.micro_batches
-    speeds = [
-        1 / work.slowdown[g] for g in sorted(range(len(held)), key=lambda g: work.slowdown[g]) for _ in range(held[g])
-    ]
-    falls = -np.diff(np.array([*speeds[:stages], 0.0]))
+    counts, rates = _filled(work, held, stages)
+    speeds = np.repeat(1 / np.array(rates), counts)
+    falls = -np.diff(np.array([*speeds, 0.0]))
     k = np.arange(1, stages + 1)
-    least = work.period_s / float(falls @ (1 - (1 - 1 / micro_batches) ** k))
-    if strategy.schedule != "1f1b" or micro_batches <= stages:
+    least = work.weighed_s / float(falls @ (1 - (1 - 1 / micro_batches) ** k))
+    waits = micro_batches - 1 - (np.minimum(micro_batches, k) - 1) * share
+    if strategy.schedule != "1f1b" or waits.min() <= 0:
         return least
-    return max(least, work.period_s + sends_s + work.period_s / float(falls @ (k / (micro_batches - stages + k - 1))))
+    above, longest = work.weighed_s / float(speeds @ np.sort(1 / waits)[::-1]), 1 / float(waits.min())
+    if micro_batches > stages:
+        above = max(above, work.weighed_s / float(falls @ (k / (micro_batches - stages + k - 1))))
+        longest = min(longest, 1 / (micro_batches - stages))
+    tried = [above, *(b / longest for b in _bends(work.weighed_s, counts, rates) if b / longest > above)]
+    return max(least, min(u + _sum_s(work, counts, rates, u * longest) for u in tried) + every_s + sends_s)
+
+
+def _filled(work: Work, held: tuple[int, ...], stages: int) -> tuple[list[int], list[float]]:
+    """Stages on each group, the fastest filled first, and how many times as long each group takes."""
+    order = sorted(range(len(held)), key=lambda g: (-work.speeds[g], g))
+    counts: list[int] = []
+    for group in order:
+        counts.append(min(stages - sum(counts), held[group]))
+    return counts, [float(1 / work.speeds[group]) for group in order]
+
+
+def _bends(period_s: float, counts: list[int], rates: list[float]) -> list[float]:
+    """Longest periods at which the groups up to one hold everything: where the sum of periods bends."""
+    full = np.cumsum([count / rate for count, rate in zip(counts, rates, strict=True)])
+    return [period_s / float(share) for share in full if share > 0]
 
 
 def _closed_form_s(
@@ -323,26 +351,19 @@ def _closed_form_s(
     sends = 2 * (stages - 1) * send_s
     if strategy.schedule != "gpipe":  # an even share of the sends is in the longest period
         longest_s = max(longest_s, (work.period_s + every_s + sends) / stages)
-    order = sorted(range(len(held)), key=lambda g: work.slowdown[g])
-    counts, left = [], stages
-    for group in order:
-        counts.append(min(left, held[group]))
-        left -= counts[-1]
-    rates = [work.slowdown[group] for group in order]
-    # B at which the groups up to here hold everything: the sum of periods bends there.
-    full = np.cumsum([count / rate for count, rate in zip(counts, rates, strict=True)])
-    bends = [work.period_s / float(share) for share in full if share > 0]
+    counts, rates = _filled(work, held, stages)
+    bends = _bends(work.weighed_s, counts, rates)
     tried = [longest_s, *(bend for bend in bends if bend > longest_s)]
-    return min(steps * b + _sum_s(work.period_s, counts, rates, b) for b in tried) + every_s + sends
+    return min(steps * b + _sum_s(work, counts, rates, b) for b in tried) + every_s + sends
 
 
-def _sum_s(period_s: float, counts: list[int], rates: list[float], longest_s: float) -> float:
+def _sum_s(work: Work, counts: list[int], rates: list[float], longest_s: float) -> float:
     """The least sum of periods with no stage longer than ``longest_s`` (the last group takes what is over)."""
-    total = 0.0
+    total, left = 0.0, work.weighed_s
     for count, rate in zip(counts, rates, strict=True):
-        taken = min(period_s, count * longest_s / rate)
-        total, period_s = total + taken * rate, period_s - taken
-    return total + period_s * rates[-1]
+        taken = min(left, count * longest_s / rate)
+        total, left = total + taken * rate, left - taken
+    return max(work.period_s, total + left * rates[-1])
 
 
 def _most(held: tuple[int, ...], weights: Floats, stages: int) -> float:
