@@ -62,6 +62,13 @@ def predict(problem: Problem, *, solver: SolverName | str | None = "auto") -> Pl
 def _predicted(problem: Problem, solver: SolverName | str | None) -> Plan:
     """The plan of the forced keys, with the axes that are priced and not searched."""
     context, expert = context_degree(problem), expert_degree(problem)
+    if problem.cluster.groups and max(context, expert) > 1:
+        raise StrategyError(
+            f"{'context' if context > 1 else 'expert'} {max(context, expert)} is priced on one kind of GPUs",
+            where=problem.cluster.spec,
+            legal="1 on a cluster of several kinds",
+            attempt=f"plan for one of its groups: {', '.join(group.name for group in problem.cluster.groups)}",
+        )
     if context > 1 and expert > 1:
         raise StrategyError(
             f"context {context} and expert {expert} together are not priced yet",
