@@ -25,6 +25,7 @@ from autoplan.search.forced import read_forced
 from autoplan.search.heterogeneous_engine import MixedEngine, MixedFound
 from autoplan.search.heterogeneous_space import MixedSpace, open_mixed_space
 from autoplan.search.infeasible import infeasible
+from autoplan.search.over_sequence import with_shares
 from autoplan.search.problem import Problem, check
 from autoplan.search.shortfall import nearest
 from autoplan.search.solver import SolverName
@@ -37,10 +38,12 @@ _UNITS = {"fp8": "fp8", "mxfp8": "fp8", "nvfp4": "fp4"}
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Alone:
     """The search on one kind: ``groups`` are the positions of the groups whose GPUs it may use (all: at the pace of the
-    weakest). ``found`` None: nothing fits."""
+    weakest). ``plain`` is the search without sequence parallelism, ``engine`` the one that ``found`` the plan; None:
+    nothing fits."""
 
     name: str
     groups: tuple[int, ...]
+    plain: Engine
     engine: Engine
     found: Found | None
 
@@ -81,7 +84,8 @@ class Searched:
 
 
 def _step_s(found: Found | MixedFound) -> float:
-    return found.fastest.simulated_s
+    """Another schedule than those that are proven may be chosen because it is shorter than all of them."""
+    return min(found.fastest.simulated_s, found.chosen.simulated_s)
 
 
 def search_groups(problem: Problem, *, solver: SolverName | None, deadline: float, tolerance: float) -> Searched:
@@ -125,10 +129,15 @@ def _search_alone(
             engine = Engine(space=space, solver=solver, deadline=deadline)
             if not len(space.candidates):
                 continue
-            searched.append(Alone(name=name, groups=groups, engine=engine, found=engine.run(tolerance)))
+            searched.append(_alone(name, groups, engine, tolerance))
         except StrategyError:
             continue  # forced degrees that this part of the cluster has no GPUs for
     return tuple(searched)
+
+
+def _alone(name: str, groups: tuple[int, ...], plain: Engine, tolerance: float) -> Alone:
+    engine, found = with_shares(plain, plain.run(tolerance), tolerance)
+    return Alone(name=name, groups=groups, plain=plain, engine=engine, found=found)
 
 
 def _ways(cluster: Cluster, usable: tuple[int, ...]) -> Iterator[tuple[str, tuple[int, ...], Cluster]]:
@@ -155,7 +164,7 @@ def _narrowed(searched: Searched, tolerance: float) -> Searched:
     for each in searched.alone:
         room = limit_s / _step_s(each.found) - 1 if each.found is not None else 0.0
         if each.found is not None and 0 < room < tolerance * (1 - 1e-9):
-            each = dataclasses.replace(each, found=each.engine.run(room))
+            each = _alone(each.name, each.groups, each.plain, room)
         alone.append(each)
     return dataclasses.replace(searched, alone=tuple(alone))
 

@@ -231,7 +231,9 @@ def _one_kind(way: Alone, chosen: bool) -> Way | None:
         if short is None:
             return None
         return Way(name=way.name, chosen=False, strategy=short.strategy, figures=None, short=short, groups=groups)
-    decision = way.found.chosen if chosen else way.found.fastest
+    found = way.found
+    quicker = min((found.fastest, found.chosen), key=lambda decision: decision.simulated_s)
+    decision = found.chosen if chosen else quicker
     space = way.engine.space.ordered(decision.order)
     figures = predicted(space, evaluate_decision(space, decision.strategy, decision.cuts, step_s=brief_step_s))
     return Way(name=way.name, chosen=chosen, strategy=decision.strategy, figures=figures, short=None, groups=groups)
