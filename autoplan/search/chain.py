@@ -16,13 +16,15 @@ from numpy.typing import NDArray
 from autoplan.layers.types import LayerGraph, LayerKind
 from autoplan.search.dag_transfers import Crossing, crossing, edge_bytes, is_chain
 from autoplan.search.pricing import KindCosts
-from autoplan.search.recompute import NOTHING, Choice, Frontier, Relaxation, extend, frontier, hull
+from autoplan.search.recompute import NOTHING, Choice, Frontier, Relaxation, extend, frontier, greedy_frontier, hull
 
 Floats = NDArray[np.float64]
 Integers = NDArray[np.int64]
 
 # Stages of up to this many kinds are grouped by how many layers of each they hold.
 MOST_GROUPED_KINDS = 16
+# Of longer spans of more kinds than that not every combination is looked at.
+MOST_COMBINED = 16
 # Windows that are tried as the highest to open while recomputing; all of them where no more kinds than this recompute.
 MOST_WINDOWS = 6
 # Prices of saved bytes that are told apart where recompute is bounded from below.
@@ -96,6 +98,18 @@ class Chain:
     def least_saved(self) -> Floats:
         """Prefix sums of bytes a micro-batch where every layer saves the most memory it can."""
         return self.prefix([min(c.saved_bytes[p] for p in self.policies) for c in self.costs])
+
+    @cached_property
+    def whole(self) -> dict[str, tuple[float, float]]:
+        """For each policy what all layers recompute under it, in seconds, and save, in bytes a micro-batch."""
+        counted = np.bincount(self.kinds, minlength=len(self.costs)).astype(float)
+        return {
+            policy: (
+                float(counted @ np.array([c.extra_s[policy] for c in self.costs])),
+                float(counted @ np.array([c.saved_bytes[policy] for c in self.costs])),
+            )
+            for policy in self.policies
+        }
 
     @cached_property
     def elements(self) -> Floats:
@@ -306,6 +320,8 @@ class Chain:
         _, first, end = key
         if not (isinstance(first, int) and isinstance(end, int)) or first >= end:
             return NOTHING
+        if end - first > MOST_COMBINED:
+            return greedy_frontier([int(kind) for kind in self.kinds[first:end]], choices)
         # From the longest span with this start that is known; a loop, as spans may be longer than the stack is deep.
         at = next((e for e in range(end - 1, first, -1) if (window, "span", first, e) in self._frontiers), first)
         grown = self._frontiers[(window, "span", first, at)] if at > first else NOTHING

@@ -131,11 +131,9 @@ def _again_s(space: Space, strategy: Strategy, chain: Chain, held: float) -> flo
     states, ranks = space.states(strategy), strategy.pipeline
     elements, trainable = space.totals(strategy.tensor)
     resident = states.fixed_bytes + (states.per_element * elements + states.per_trainable * trainable) / ranks
-    counted = np.bincount(chain.kinds, minlength=len(chain.costs))
     again_s = 0.0
     for policy in space.policies:
-        again_s = float(sum(n * cost.extra_s[policy] for n, cost in zip(counted, chain.costs, strict=True)))
-        saved = float(sum(n * cost.saved_bytes[policy] for n, cost in zip(counted, chain.costs, strict=True)))
+        again_s, saved = chain.whole[policy]
         if resident + (1 + states.reserve) * held * saved <= space.problem.usable_bytes:
             break
     return again_s

@@ -7,7 +7,9 @@ stage only sums matter, and layers of one kind are alike, so a choice is a count
 
 with saved[k, r] = keep[k, none] - keep[k, r]. The *frontier* of a multiset of layers lists its undominated (saved,
 extra) pairs, so one look-up answers every deficit. Above :data:`MOST_POINTS` pairs (many layers no two of which are
-alike) some are dropped: the answer still fits, and may recompute a little more than needed.
+alike) some are dropped: the answer still fits, and may recompute a little more than needed. Of longer runs of such
+layers the frontier lists those pairs alone that take the cheapest bytes first, at most one layer's choice above the
+least (:class:`GreedyFrontier`).
 """
 
 from __future__ import annotations
@@ -111,13 +113,56 @@ def hull(choices: Sequence[Choice]) -> list[tuple[float, float]]:
     at rising prices. The lower convex hull of (0, 0) and the choices."""
     pieces: list[tuple[float, float]] = []
     saved = extra = 0.0
-    while True:
-        onward = [c for c in choices if c.saved_bytes > saved]
-        if not onward:
-            return pieces
-        best = min(onward, key=lambda c: ((c.extra_s - extra) / (c.saved_bytes - saved), -c.saved_bytes))
+    for best in corners(choices):
         pieces.append((best.saved_bytes - saved, max(0.0, best.extra_s - extra) / (best.saved_bytes - saved)))
         saved, extra = best.saved_bytes, max(extra, best.extra_s)
+    return pieces
+
+
+def corners(choices: Sequence[Choice]) -> list[Choice]:
+    """The choices on the lower convex hull, the one that saves least first."""
+    found: list[Choice] = []
+    saved = extra = 0.0
+    while onward := [c for c in choices if c.saved_bytes > saved]:
+        best = min(onward, key=lambda c: ((c.extra_s - extra) / (c.saved_bytes - saved), -c.saved_bytes))
+        saved, extra = best.saved_bytes, max(extra, best.extra_s)
+        found.append(best)
+    return found
+
+
+@dataclass(frozen=True)
+class GreedyFrontier(Frontier):
+    """Pairs of many layers, the cheapest bytes first: each is at most one layer's choice dearer than the least.
+    ``order``: (layer, kind, policy) that each pair adds to the one before it; a layer's later policy replaces its
+    earlier one."""
+
+    order: tuple[tuple[int, int, str], ...] = ()
+
+    def counts(self, deficit_bytes: float) -> dict[int, dict[str, int]]:
+        followed: dict[int, tuple[int, str]] = {}
+        for layer, kind, policy in self.order[: bisect_left(self._lists[0], deficit_bytes)]:
+            followed[layer] = kind, policy
+        answer: dict[int, dict[str, int]] = {}
+        for kind, policy in followed.values():
+            mine = answer.setdefault(kind, {})
+            mine[policy] = mine.get(policy, 0) + 1
+        return answer
+
+
+def greedy_frontier(kinds: Sequence[int], choices: dict[int, tuple[Choice, ...]]) -> GreedyFrontier:
+    """The pairs of layers of these kinds, one after the other."""
+    pieces: list[tuple[float, float, float, tuple[int, int, str]]] = []
+    for layer, kind in enumerate(kinds):
+        saved = extra = 0.0
+        for choice in corners(choices[kind]):
+            more, cost = choice.saved_bytes - saved, choice.extra_s - extra
+            pieces.append((cost / more, more, cost, (layer, kind, choice.policy)))
+            saved, extra = choice.saved_bytes, choice.extra_s
+    # Prices of one layer rise, so that its pieces keep their order.
+    pieces.sort(key=lambda piece: piece[0])
+    saved_bytes = np.concatenate(([0.0], np.cumsum([more for _, more, _, _ in pieces])))
+    extra_s = np.concatenate(([0.0], np.cumsum([cost for _, _, cost, _ in pieces])))
+    return GreedyFrontier(saved_bytes, extra_s, (), tuple(step for *_, step in pieces))
 
 
 def frontier(counts: tuple[tuple[int, int], ...], choices: dict[int, tuple[Choice, ...]]) -> Frontier:

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from autoplan.search.chain import Chain
-from autoplan.search.recompute import Choice, Frontier, frontier
+from autoplan.search.recompute import Choice, Frontier, frontier, greedy_frontier
 from autoplan.search.space import open_space
 from tests.support.layer_graphs import Dense, cluster, problem
 
@@ -52,6 +52,27 @@ def test_counts_are_the_choice_behind_the_least(kinds: list[tuple[tuple[Choice, 
             extra += policies.get(choice.policy, 0) * choice.extra_s
     assert saved >= deficit
     assert extra == found.least_extra_s(deficit)
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.lists(choices, min_size=1, max_size=6), st.floats(-5, 100))
+def test_the_cheapest_bytes_first_are_one_choice_above_the_least(
+    layers: list[tuple[Choice, ...]], deficit: float
+) -> None:
+    by_kind = dict(enumerate(layers))
+    found, least_s = greedy_frontier(range(len(layers)), by_kind), brute_force(layers, deficit)
+    extra_s = found.least_extra_s(deficit)
+    dearest_s = max((choice.extra_s for own in layers for choice in own), default=0.0)
+    assert extra_s == least_s == math.inf or least_s - 1e-9 <= extra_s <= least_s + dearest_s + 1e-9
+    if extra_s < math.inf:
+        picked = [
+            choice
+            for kind, policies in found.counts(deficit).items()
+            for choice in by_kind[kind]
+            if choice.policy in policies
+        ]
+        assert sum(choice.saved_bytes for choice in picked) >= deficit - 1e-9
+        assert abs(sum(choice.extra_s for choice in picked) - extra_s) <= 1e-9
 
 
 def test_spans_longer_than_the_stack_is_deep() -> None:
