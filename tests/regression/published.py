@@ -1,14 +1,14 @@
 """The published dense runs as planning questions: what the search would choose on the same model, machines and batch.
 
-    python -m tests.regression.published    # prints the table of data/published_plans.txt; a minute
+    python -m tests.regression.published    # prints the table of data/published_plans.txt; two minutes
 
 A question is one model on one cluster at one global batch, with the runs that were published of it. The model's layers
 are those of :mod:`tests.regression.transformer`; both the search's plan and the published configuration are priced by
 the search's own costs (our runtime's software, not the source's), so that the two can be compared.
 
 The published configuration is priced as it was split: blocks as even as they go, recompute on the blocks alone. What
-the space of the search cannot express is named (:attr:`Priced.beside`): sequence parallelism is left out, and recompute
-that is not stated, or of every second product, is what the memory asks for.
+the space of the search cannot express is named (:attr:`Priced.beside`): recompute that is not stated, or of every
+second product, is what the memory asks for, and chunks that do not fit by our memory model are left out.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ from autoplan.search.engine import SHARDING_TOLERANCE, TOLERANCE, Engine
 from autoplan.search.evaluate import Evaluation, evaluate_decision, evaluate_stages
 from autoplan.search.infeasible import infeasible
 from autoplan.search.listed import even_cuts, rank_memories
+from autoplan.search.over_sequence import with_shares
 from autoplan.search.problem import RECOMPUTE_POLICIES, Problem
 from autoplan.search.space import Space, open_space
 from tests.regression.peaks import loss_of, with_loss
@@ -125,9 +126,15 @@ def planning_problem(shape: Shape, cluster: Cluster, *, global_batch: int, loss:
             raise StrategyError(f"{shape.kv_heads} key-value heads are not divisible by tensor {degree}")
         return _kinds(dataclasses.replace(shape, tensor=degree), loss)
 
+    def sequence_kinds(degree: int) -> tuple[LayerKind, ...]:
+        tensor_kinds(degree)  # raises for degrees that are none
+        return _kinds(dataclasses.replace(shape, tensor=degree, sequence_parallel=True), loss)
+
     return Problem(
         layers=_layers(shape, loss),
         tensor_kinds=tensor_kinds,
+        sequence_kinds=sequence_kinds,
+        sequence_edges=lambda degree: _edges(shape, HALF * shape.seq * shape.hidden / degree),
         cluster=cluster,
         global_batch=global_batch,
         precision=shape.dtype,
@@ -149,29 +156,31 @@ def _kinds(shape: Shape, loss: str) -> tuple[LayerKind, ...]:
 def _layers(shape: Shape, loss: str) -> LayerGraph:
     names = ["embedding", *(f"blocks.{i}" for i in range(shape.layers)), "head"]
     kinds = [0, *[1] * shape.layers, 2]
-    row = HALF * shape.seq * shape.hidden
     return LayerGraph(
         name=f"{shape.layers}x{shape.hidden}",
         layers=tuple(Layer(name=name, kind=kind, nodes=()) for name, kind in zip(names, kinds, strict=True)),
         kinds=_kinds(shape, loss),
-        edges=tuple(
-            Edge(value=f"x{i}", source=i, targets=(i + 1,), bytes_per_sample=row) for i in range(len(names) - 1)
-        ),
+        edges=_edges(shape, HALF * shape.seq * shape.hidden),
         tokens_per_sample=shape.seq,
         dtype=shape.dtype,
         fingerprint=f"{shape}",
     )
 
 
+def _edges(shape: Shape, row: float) -> tuple[Edge, ...]:
+    """``row`` bytes a sample from each layer to the next."""
+    return tuple(Edge(value=f"x{i}", source=i, targets=(i + 1,), bytes_per_sample=row) for i in range(shape.layers + 1))
+
+
 def answer(question: Question) -> Answer:
     """Search, and price what was published. Raises :class:`InfeasibleError` where nothing fits."""
     space = open_space(question.problem)
-    engine = Engine(space=space, solver=None)
-    found = engine.run()
+    plain = Engine(space=space, solver=None)
+    engine, found = with_shares(plain, plain.run(), TOLERANCE)
     if found is None:
         raise infeasible(engine)
     chosen, fastest = (
-        evaluate_decision(space, decision.strategy, decision.cuts) for decision in (found.chosen, found.fastest)
+        evaluate_decision(engine.space, decision.strategy, decision.cuts) for decision in (found.chosen, found.fastest)
     )
     return Answer(
         question=question,
@@ -183,7 +192,8 @@ def answer(question: Question) -> Answer:
 
 def price(space: Space, run: Run) -> Priced:
     """``run`` under the costs of the search."""
-    strategy, beside = expressible(run)
+    space, strategy = expressible(space, run)
+    beside: tuple[str, ...] = ()
     if run.virtual > 1:
         interleaved = _interleaved(space, run, strategy)
         if interleaved is not None:
@@ -207,23 +217,22 @@ def _interleaved(space: Space, run: Run, strategy: Strategy) -> Evaluation | Non
     """The run with its chunks, as even as they go, under its recompute; None where a GPU can't hold that."""
     chunked = dataclasses.replace(strategy, schedule="interleaved", virtual_stages=run.virtual)
     if run.recompute in RECOMPUTE_POLICIES:
-        space = open_space(dataclasses.replace(space.problem, forced={"recompute": run.recompute}))
+        forced = {**space.problem.forced, "recompute": run.recompute}
+        space = open_space(dataclasses.replace(space.problem, forced=forced))
     cuts = even_cuts(space, chunked)
     if cuts is None or rank_memories(space, chunked, cuts) is None:
         return None
     return evaluate_decision(space, chunked, cuts)
 
 
-def expressible(run: Run) -> tuple[Strategy, tuple[str, ...]]:
-    """The nearest strategy of the search's space with one stage a GPU, and what was left out of the run's."""
-    left_out: list[str] = []
+def expressible(space: Space, run: Run) -> tuple[Space, Strategy]:
+    """The strategy of ``run`` with one stage a GPU, and the space that prices it."""
     strategy = run.strategy
-    if strategy.sequence_parallel:
-        strategy = dataclasses.replace(strategy, sequence_parallel=False)
-        left_out += ["without sequence parallelism"] if strategy.tensor > 1 else []
     if strategy.data == 1 and strategy.zero_stage:
         strategy = dataclasses.replace(strategy, zero_stage=0)
-    return strategy, tuple(left_out)
+    if strategy.tensor == 1 or not strategy.sequence_parallel:
+        return space, dataclasses.replace(strategy, sequence_parallel=False)
+    return open_space(dataclasses.replace(space.problem, forced={"sequence_parallel": True})), strategy
 
 
 def _policies(run: Run, first: int, end: int) -> tuple[str, ...]:

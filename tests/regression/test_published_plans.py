@@ -13,11 +13,15 @@ from collections.abc import Sequence
 
 import pytest
 
+from autoplan.search.engine import TOLERANCE
 from tests.regression.published import Answer, Question, answer, questions, table
 from tests.regression.runs import DATA, read_rows
 
 QUESTIONS = questions()
-SAMPLE = QUESTIONS[::24]
+# With one whose published run interleaves over sequence parallelism.
+SAMPLE = [*QUESTIONS[::24], *(question for question in QUESTIONS if question.name.startswith("LLAMA2-70B, 4096"))]
+# llm_foundry's sweeps are 171 of the 277: of those, every third.
+MOST = [q for q in QUESTIONS if q.source != "llm_foundry"] + [q for q in QUESTIONS if q.source == "llm_foundry"][::3]
 NOTHING_FITS = "LLAMA2-70B SFT"  # of NeMo: 16 cards hold it with the optimizer in 12 bytes, not with ours
 
 
@@ -28,7 +32,10 @@ def check(asked: Sequence[Question], title: str, capsys: pytest.CaptureFixture[s
     print(table(answers))
     for answered in answers:
         if answered.best.fits:
-            assert answered.fastest_s <= answered.best.step_s * (1 + 1e-9), answered.question.name
+            # Interleaved schedules are tried, not proven, and within 2% the simplest of them is taken.
+            plain = answered.best.evaluation.strategy.schedule == "1f1b"
+            most = 1e-9 if plain else TOLERANCE
+            assert answered.fastest_s <= answered.best.step_s * (1 + most), answered.question.name
             assert answered.chosen.step_s <= answered.best.step_s * (1 + answered.compromise), answered.question.name
 
 
@@ -49,8 +56,8 @@ def test_a_sample_is_planned_at_least_as_fast_as_published(capsys: pytest.Captur
 
 
 @pytest.mark.wide
-def test_every_model_and_cluster_is_planned_at_least_as_fast_as_published(capsys: pytest.CaptureFixture[str]) -> None:
-    check(QUESTIONS, "all", capsys)
+def test_every_source_is_planned_at_least_as_fast_as_published(capsys: pytest.CaptureFixture[str]) -> None:
+    check(MOST, "all but two thirds of llm_foundry", capsys)
 
 
 def test_every_published_run_is_asked_about() -> None:
