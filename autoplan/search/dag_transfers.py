@@ -70,8 +70,9 @@ def transfers(graph: LayerGraph, stage_of_layer: Sequence[int], *, samples: int)
 
 
 def is_chain(graph: LayerGraph) -> bool:
-    """Whether every value is read by the next layer alone."""
-    return all(edge.targets == (edge.source + 1,) for edge in graph.edges)
+    """Whether every layer hands values to the next alone, so that no other order of the layers is possible."""
+    direct = all(edge.targets == (edge.source + 1,) for edge in graph.edges)
+    return direct and {edge.source for edge in graph.edges} == set(range(len(graph.layers) - 1))
 
 
 def crossing(graph: LayerGraph, *, samples: int) -> Crossing:

@@ -329,3 +329,12 @@ def test_what_does_not_fit_is_short_by_the_least_over_all_convex_cuts() -> None:
         )
     short = min(needed) - asked.cluster.device.memory_bytes
     assert caught.value.short_by_bytes == pytest.approx(short, rel=1e-6)
+
+
+def test_what_a_stage_keeps_does_not_depend_on_how_the_layers_are_listed() -> None:
+    """In one order the only value goes to the next layer, in another it passes some by: it is held either way."""
+    light, heavy = Dense(flops=2e11, elements=1_000_000), Dense(flops=2e11, elements=20_000_000)
+    asked = branching([light, light, heavy, light, light], [(0, (2,), 64 * MIB)])
+    space, strategy = open_space(asked), Strategy(pipeline=3, micro_batches=8)
+    priced = evaluate_decision(space.ordered((1, 3, 0, 2, 4)), strategy, (0, 2, 3, 5))
+    assert [stage.memory_terms["received_activations"] for stage in priced.stages] == [0.0, 0.0, 64 * MIB]
