@@ -25,6 +25,8 @@ Floats = NDArray[np.float64]
 # takes once all stages are busy.
 MOST_WAVES = 256
 LAST_WAVES = 16
+# Uneven stages under these settle into a rhythm of several micro-batches.
+_LAST_OF = {"interleaved": 32, "zero_bubble": 96}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,9 +94,9 @@ def brief_step_s(times: StageTimes) -> float:
     """The step within half a percent or so: past :data:`MOST_WAVES` a shorter step is simulated, and each micro-batch
     that is left out takes what one takes at its end."""
     total, ranks = times.micro_batches, times.ranks
-    last = LAST_WAVES
+    last = _LAST_OF.get(times.schedule, LAST_WAVES)
     if times.schedule in schedules.CHUNKED:
-        last = -(-LAST_WAVES // ranks) * ranks  # whole groups
+        last = -(-last // ranks) * ranks  # whole groups
     few = ranks + 2 * last
     few += (total - few) % ranks if times.schedule in schedules.CHUNKED else 0
     if total <= max(MOST_WAVES // times.virtual_stages, few):
