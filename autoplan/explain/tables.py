@@ -181,7 +181,7 @@ def _sends_s(plan: Plan) -> float:
 
 def _why_this_size(plan: Plan) -> str:
     strategy = plan.strategy
-    if "micro_batch_size" in plan.forced:
+    if str(plan.forced.get("micro_batch_size", "")).isdigit():  # a range leaves it open
         return "Its size was asked for."
     if strategy.micro_batches == 1:
         return "It is all that its rank has of the batch."
