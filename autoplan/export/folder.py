@@ -29,11 +29,19 @@ from torch.fx import Node
 
 from autoplan.capture import Capture, InputSpec
 from autoplan.errors import AutoplanError, StrategyError
-from autoplan.export.blocks import Function, Functions, Group, bracketed, groups
+from autoplan.export.blocks import Function, Functions, Group, groups
 from autoplan.export.collectives import collectives_source
 from autoplan.export.stages import StageText, stage_text
 from autoplan.export.tables import Entry, specs_source
-from autoplan.export.texts import NEVER_SPLIT, StageFunction, batch_function_text, distinct_stages, function_text
+from autoplan.export.texts import (
+    INTERLEAVED,
+    NEVER_SPLIT,
+    ONE_STAGE,
+    StageFunction,
+    batch_function_text,
+    distinct_stages,
+    function_text,
+)
 from autoplan.layers import LayerGraph
 from autoplan.layers.order import in_order_of
 from autoplan.passes import operators
@@ -50,15 +58,22 @@ _FROM_PARALLEL = (
     *("DEVICE", "Input", "Mesh", "Parameters", "Spec", "Split", "Stage", "TensorAxis", "Value"),
     "recomputed",
 )
-_SCHEDULES = ("gpipe", "1f1b")
+_WARM_UPS = {
+    "gpipe": "MICRO_BATCHES",  # all forwards first
+    "1f1b": "min(MICRO_BATCHES, PIPELINE - rank)",
+    # Its list splits backwards in two; whole ones in 1F1B's order compute the same, and wait a little longer.
+    "zero_bubble": "min(MICRO_BATCHES, PIPELINE - rank)",
+    "interleaved": "min(MICRO_BATCHES, PIPELINE - rank)",  # of one chunk
+}
 
 
 def emit(capture: Capture, plan: Plan, layers: LayerGraph, builder: Builder, directory: str | os.PathLike[str]) -> Path:
     """Write the program of ``plan`` to ``directory``, beside and renamed; returns it.
 
-    Raises StrategyError for what emitted programs cannot do, AutoplanError where ``directory`` exists already.
+    A zero-bubble plan is emitted in 1F1B's order. Raises AutoplanError where ``directory`` exists already,
+    StrategyError for buffers without values.
     """
-    target = check_target(plan, directory)
+    target = check_target(directory)
     written = Emission(capture, plan, in_order_of(layers, plan.model.layers), builder)
     target.parent.mkdir(parents=True, exist_ok=True)
     beside = Path(tempfile.mkdtemp(dir=target.parent, prefix=f"{target.name}."))
@@ -74,8 +89,8 @@ def emit(capture: Capture, plan: Plan, layers: LayerGraph, builder: Builder, dir
     return target
 
 
-def check_target(plan: Plan, directory: str | os.PathLike[str]) -> Path:
-    """``directory``, where it is free and the plan can be emitted; raises as :func:`emit`."""
+def check_target(directory: str | os.PathLike[str]) -> Path:
+    """``directory``, where it is free; raises as :func:`emit`."""
     target = Path(directory)
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise AutoplanError(
@@ -83,19 +98,6 @@ def check_target(plan: Plan, directory: str | os.PathLike[str]) -> Path:
             where=str(target),
             legal="a path that does not exist, or an empty folder",
             attempt=f"another name, or remove {target} first",
-        )
-    strategy = plan.strategy
-    problem = ""
-    if strategy.schedule not in _SCHEDULES and strategy.pipeline > 1:
-        problem = f"schedule {strategy.schedule}"
-    elif strategy.virtual_stages > 1:
-        problem = f"{strategy.virtual_stages} virtual stages"
-    if problem:
-        raise StrategyError(
-            f"programs with {problem} cannot be emitted yet",
-            where="strategy",
-            legal=f"schedules {' and '.join(_SCHEDULES)}, one stage a GPU",
-            attempt='plan with strategy={"schedule": "1f1b"}, or run the program with autoplan',
         )
     return target
 
@@ -144,6 +146,7 @@ class Emission:
             *weights,
             *(stage.source for stage in stages.values()),
             self._tables(),
+            self._schedule(),
             self._stage_table(texts, stages),
         ]
         text = "\n\n\n".join(parts)
@@ -220,7 +223,7 @@ class Emission:
 
         def used(module: str, names: Sequence[str]) -> list[str]:
             found = [name for name in names if name in words]
-            return bracketed(f"from {module} import ", found, "") if found else []
+            return _import(module, found) if found else []
 
         lines = [
             f'"""{self._plan.model.name}: {strategy.describe()}.',
@@ -244,7 +247,6 @@ class Emission:
             f"PIPELINE, DATA, TENSOR = {strategy.pipeline}, {strategy.data}, {strategy.tensor}",
             f"MICRO_BATCH_SIZE, MICRO_BATCHES = {strategy.micro_batch_size}, {strategy.micro_batches}",
             "GLOBAL_BATCH = DATA * MICRO_BATCH_SIZE * MICRO_BATCHES",
-            f'SCHEDULE = "{strategy.schedule}"',
             f"RANDOM = {self._random()}  # whether the model draws random numbers (dropout)",
         ]
         return "\n".join(lines)
@@ -285,10 +287,17 @@ class Emission:
             '    """Around a stage: whom its collectives talk to."""',
             f"    return {axis}",
         ]
-        specs = specs_source(entries, self._plan.strategy.pipeline)
+        specs = specs_source(entries, len(self._graphs.stages))
         return "\n".join(lines).replace(
             "VALUES = (  # that stages send to each other\n)", "VALUES: tuple[Value, ...] = ()"
         ) + ("\n\n\n" + specs + "\n\n\n" + "\n".join(around))
+
+    def _schedule(self) -> str:
+        """``actions(rank)``: an alternation for one stage a rank, the whole order where a rank holds several."""
+        strategy = self._plan.strategy
+        if strategy.virtual_stages > 1:
+            return INTERLEAVED.replace("CHUNKS", str(strategy.virtual_stages))
+        return ONE_STAGE.replace("WARM_UP", _WARM_UPS[strategy.schedule])
 
     def _parameter_entries(self) -> Iterator[Entry]:
         for name, parameter in self._capture.graph_module.named_parameters():
@@ -337,6 +346,11 @@ class Emission:
             torch.save(
                 {name: w.detach().cpu().clone() for name, w in weights.items()} | buffers, directory / "weights/all.pt"
             )
+
+
+def _import(module: str, names: Sequence[str]) -> list[str]:
+    line = f"from {module} import {', '.join(names)}"
+    return [line] if len(line) <= 120 else [f"from {module} import (", *(f"    {name}," for name in names), ")"]
 
 
 def _input(spec: InputSpec, capture: Capture) -> str:

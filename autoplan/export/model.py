@@ -21,7 +21,7 @@ def emit_model(model: str, plan: Plan, directory: str | os.PathLike[str]) -> Pat
 
     Raises ModelError, PlanFileError where the plan was made for another model, and what :func:`emit` raises.
     """
-    check_target(plan, directory)
+    check_target(directory)
     whole = prepare(model, plan, None, None)
     check_executable(whole.capture, plan)
     if any(buffer.is_meta for buffer in whole.capture.graph_module.buffers()):

@@ -14,6 +14,39 @@ def loss_weights(batch: Mapping[str, Tensor]) -> tuple[Tensor, ...]:
     return ()'''
 
 
+ONE_STAGE = '''\
+def actions(rank: int) -> list[tuple[int, str, int]]:
+    """(stage, "F" or "B", micro-batch) of a pipeline rank, in order: forwards to warm up, then one of each in turn."""
+    warm_up = WARM_UP
+    order = [(rank, "F", m) for m in range(warm_up)]
+    for m in range(MICRO_BATCHES):
+        order.append((rank, "B", m))
+        if warm_up + m < MICRO_BATCHES:
+            order.append((rank, "F", warm_up + m))
+    return order'''
+
+INTERLEAVED = '''\
+def actions(rank: int) -> list[tuple[int, str, int]]:
+    """(stage, "F" or "B", micro-batch) of a pipeline rank, in order (Narayanan et al. 2021, section 2.2): micro-batches
+    in groups of PIPELINE, each group through all of the rank's CHUNKS stages; forwards to warm up, then one of each in
+    turn. A count that is no multiple of PIPELINE leaves the first micro-batches of the next one out."""
+    missing = -MICRO_BATCHES % PIPELINE
+    order = [
+        (chunk, m)
+        for first in range(0, MICRO_BATCHES + missing, PIPELINE)
+        for chunk in range(CHUNKS)
+        for m in range(first, first + PIPELINE)
+    ]
+    forwards = [(chunk * PIPELINE + rank, "F", m - missing) for chunk, m in order]
+    backwards = [((CHUNKS - 1 - chunk) * PIPELINE + rank, "B", m - missing) for chunk, m in order]
+    warm_up = min(len(order), 2 * (PIPELINE - 1 - rank) + (CHUNKS - 1) * PIPELINE + 1)
+    whole = forwards[:warm_up]
+    for index, backward in enumerate(backwards):
+        whole.append(backward)
+        whole += forwards[warm_up + index : warm_up + index + 1]
+    return [action for action in whole if action[2] >= 0]'''
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageFunction:
     """The function that all stages with one body share."""

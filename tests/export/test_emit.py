@@ -39,6 +39,23 @@ STRATEGIES: dict[str, dict[str, Any]] = {
     "pp2-recompute": {"data": 1, "tensor": 1, "pipeline": 2, "micro_batch_size": 2, "recompute": "full"},
     "tp2-selective": {"data": 1, "tensor": 2, "pipeline": 1, "micro_batch_size": 2, "recompute": "selective"},
     "dp2-pp2-tp2": {"data": 2, "tensor": 2, "pipeline": 2, "micro_batch_size": 2},
+    "pp2-tp2-sequence": {
+        "data": 1,
+        "tensor": 2,
+        "pipeline": 2,
+        "micro_batch_size": 2,
+        "sequence_parallel": True,
+        "schedule": "1f1b",
+    },
+    "pp2-interleaved": {
+        "data": 1,
+        "tensor": 1,
+        "pipeline": 2,
+        "micro_batch_size": 2,
+        "schedule": "interleaved",
+        "virtual_stages": 2,
+    },
+    "dp2-pp2-zero-bubble": {"data": 2, "tensor": 1, "pipeline": 2, "micro_batch_size": 1, "schedule": "zero_bubble"},
     "dp2-pp2-zero1": {"data": 2, "tensor": 1, "pipeline": 2, "micro_batch_size": 1, "zero_stage": 1},
     "dp2-tp2-zero2": {"data": 2, "tensor": 2, "pipeline": 1, "micro_batch_size": 2, "zero_stage": 2},
     "dp2-pp2-zero3": {
@@ -51,7 +68,7 @@ STRATEGIES: dict[str, dict[str, Any]] = {
     },
 }
 DEFAULT = {("llama", "dp2-pp2-tp2"), ("gpt2", "pp2-recompute"), ("gpt2", "dp2-pp2-zero1"), ("t5", "tp2-selective")}
-DEFAULT |= {("cnn", "dp2"), ("nanogpt", "dp2-pp2-zero3")}
+DEFAULT |= {("cnn", "dp2"), ("gpt2", "pp2-interleaved"), ("nanogpt", "dp2-pp2-zero3")}
 
 CASES = [
     pytest.param(

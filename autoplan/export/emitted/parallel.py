@@ -1,6 +1,7 @@
 """How the ranks work together: mesh, pipeline, gradients, checkpoints. Needs torch and nothing else.
 
 Ranks are numbered with the tensor axis innermost, then data, then pipeline: rank = (pipeline * D + data) * T + tensor.
+Stage s of the model stands on pipeline rank s mod P, so that a rank may hold several.
 """
 
 from __future__ import annotations
@@ -123,7 +124,7 @@ class Mesh:
             torch.cuda.set_device(DEVICE)
         self.degrees = (pipeline, data, tensor)
         outer, self.tensor_rank = divmod(dist.get_rank(), tensor)
-        self.stage, self.data_rank = divmod(outer, data)
+        self.pipeline_rank, self.data_rank = divmod(outer, data)
         # Every rank makes every group, in one order. A directed edge has its own: NCCL runs a communicator in order.
         self.tensor = self._groups(
             [[self.at(p, d, t) for t in range(tensor)] for p in range(pipeline) for d in range(data)]
@@ -135,12 +136,13 @@ class Mesh:
         self.edges = {
             (way, a, b): self._groups([[self.at(a, d, t), self.at(b, d, t)] for d, t in columns])
             for a, b in sorted(set(edges))
+            if (a - b) % pipeline
             for way in ("forward", "backward")
         }
 
     def at(self, stage: int, data: int, tensor: int) -> int:
         """The rank that stands there."""
-        return (stage * self.degrees[1] + data) * self.degrees[2] + tensor
+        return (stage % self.degrees[0] * self.degrees[1] + data) * self.degrees[2] + tensor
 
     def peer(self, stage: int) -> int:
         """The rank of another stage with this rank's place on the other axes."""
@@ -184,19 +186,20 @@ class TensorAxis:
 
 
 class Pipeline:
-    """Runs the actions of this rank's stage: receive, compute, send; forwards keep what their backwards need."""
+    """Runs the actions of this rank: receive, compute, send; forwards keep what their backwards need.
+
+    ``stages`` are this rank's, by their number in the model; ``values`` are all that stages send to each other.
+    """
 
     def __init__(
-        self,
-        mesh: Mesh,
-        stage: Callable[..., Sequence[Tensor]],
-        receives: Sequence[Value],
-        sends: Sequence[Value],
-        every_value: Sequence[Value],
+        self, mesh: Mesh, stages: Mapping[int, Callable[..., Sequence[Tensor]]], values: Sequence[Value]
     ) -> None:
-        self.mesh, self.stage, self.receives, self.sends = mesh, stage, receives, sends
-        self._number = {value.name: index for index, value in enumerate(every_value)}
+        self.mesh, self.stages = mesh, stages
+        self.receives = {stage: [value for value in values if stage in value.readers] for stage in stages}
+        self.sends = {stage: [value for value in values if value.source == stage] for stage in stages}
+        self._number = {value.name: index for index, value in enumerate(values)}
         self._posted: list[tuple[Any, Tensor]] = []
+        self._here: dict[tuple[str, str, int, int], Tensor] = {}  # between stages of this rank
 
     def run(
         self,
@@ -204,73 +207,96 @@ class Pipeline:
         batches: Sequence[tuple[int, Mapping[str, Tensor]]],
         before_backward: Callable[[bool], None],
     ) -> Tensor:
-        """The sum of this stage's loss contributions. ``batches``: (samples, inputs) of each micro-batch."""
+        """The sum of this rank's loss contributions. ``batches``: (samples, inputs) of each micro-batch."""
         loss = torch.zeros((), dtype=torch.float64, device=DEVICE)
-        kept: dict[int, tuple[list[Tensor], Sequence[Tensor]]] = {}
+        kept: dict[tuple[int, int], tuple[list[Tensor], Sequence[Tensor]]] = {}
         last = max(index for index, action in enumerate(actions) if action[1] == "B")
-        for index, (_, kind, micro_batch) in enumerate(actions):
+        for index, (stage, kind, micro_batch) in enumerate(actions):
             if kind == "F":
                 samples, inputs = batches[micro_batch]
-                received = self._receive(samples, micro_batch)
-                outputs = self.stage(micro_batch, inputs, *received)
-                for value, output in zip(self.sends, outputs, strict=False):
+                received = self._receive(stage, samples, micro_batch)
+                outputs = self.stages[stage](micro_batch, inputs, *received)
+                for value, output in zip(self.sends[stage], outputs, strict=False):
                     for reader in value.readers:
                         tensor = output.detach().permute(value.order).contiguous()
                         self._send(tensor, "forward", value, reader, reader, micro_batch)
-                if len(outputs) > len(self.sends):
+                if len(outputs) > len(self.sends[stage]):
                     loss += outputs[-1].detach().double()
-                kept[micro_batch] = (received, outputs)
+                kept[stage, micro_batch] = (received, outputs)
             else:
                 before_backward(index == last)
-                self._backward(*kept.pop(micro_batch), micro_batch)
+                self._backward(stage, *kept.pop((stage, micro_batch)), micro_batch)
         for work, _ in self._posted:
             work.wait()
         self._posted = []
         return loss
 
-    def _receive(self, samples: int, micro_batch: int) -> list[Tensor]:
-        posted = []
-        for value in self.receives:
-            shape = [a * samples + b for a, b in value.sizes]
-            memory = torch.empty([shape[d] for d in value.order], dtype=value.dtype, device=DEVICE)
-            posted.append(
-                (memory, self._work(dist.irecv, memory, "forward", value, self.mesh.stage, value.source, micro_batch))
+    def _receive(self, stage: int, samples: int, micro_batch: int) -> list[Tensor]:
+        shapes = [[a * samples + b for a, b in value.sizes] for value in self.receives[stage]]
+        posted = [
+            self._post(
+                torch.empty([shape[d] for d in v.order], dtype=v.dtype, device=DEVICE),
+                "forward",
+                v,
+                stage,
+                v.source,
+                micro_batch,
             )
+            for v, shape in zip(self.receives[stage], shapes, strict=True)
+        ]
         tensors = []
-        for value, (memory, work) in zip(self.receives, posted, strict=True):
-            work.wait()
+        for value, arrived in zip(self.receives[stage], posted, strict=True):
+            memory = arrived()
             tensor = memory.permute([value.order.index(d) for d in range(memory.dim())])
             tensors.append(tensor.requires_grad_(value.differentiable))
         return tensors
 
-    def _backward(self, received: list[Tensor], outputs: Sequence[Tensor], micro_batch: int) -> None:
+    def _backward(self, stage: int, received: list[Tensor], outputs: Sequence[Tensor], micro_batch: int) -> None:
         roots, gradients = [], []
-        for value, output in zip(self.sends, outputs, strict=False):
+        for value, output in zip(self.sends[stage], outputs, strict=False):
             total: Tensor | None = None
             for reader in value.readers if value.differentiable else ():
                 memory = torch.empty(output.shape, dtype=output.dtype, device=DEVICE)
-                self._work(dist.irecv, memory, "backward", value, reader, reader, micro_batch).wait()
-                total = memory if total is None else total.add_(memory)
+                gradient = self._post(memory, "backward", value, reader, reader, micro_batch)()
+                total = gradient if total is None else total + gradient
             if total is not None and output.requires_grad:
                 roots.append(output)
                 gradients.append(total)
-        if len(outputs) > len(self.sends) and outputs[-1].requires_grad:
+        if len(outputs) > len(self.sends[stage]) and outputs[-1].requires_grad:
             roots.append(outputs[-1])
             gradients.append(torch.ones_like(outputs[-1]))
         if roots:
             torch.autograd.backward(roots, gradients)
-        for value, tensor in zip(self.receives, received, strict=True):
+        for value, tensor in zip(self.receives[stage], received, strict=True):
             if value.differentiable:
                 gradient = torch.zeros_like(tensor) if tensor.grad is None else tensor.grad
-                self._send(gradient.contiguous(), "backward", value, self.mesh.stage, value.source, micro_batch)
+                self._send(gradient.contiguous(), "backward", value, stage, value.source, micro_batch)
 
     def _send(self, tensor: Tensor, way: str, value: Value, reader: int, peer: int, micro_batch: int) -> None:
-        self._posted = [(work, held) for work, held in self._posted if not work.is_completed()]
-        self._posted.append((self._work(dist.isend, tensor, way, value, reader, peer, micro_batch), tensor))
+        """``value``, or its gradient, for ``reader`` between this rank and the rank of stage ``peer``."""
+        if peer in self.stages:
+            self._here[way, value.name, reader, micro_batch] = tensor
+            return
+        work: Any = dist.isend(tensor, self.mesh.peer(peer), **self._channel(way, value, reader, micro_batch))
+        self._posted = [(work, held) for work, held in self._posted if not work.is_completed()] + [(work, tensor)]
 
-    def _work(self, post: Any, tensor: Tensor, way: str, value: Value, reader: int, peer: int, micro_batch: int) -> Any:
+    def _post(
+        self, memory: Tensor, way: str, value: Value, reader: int, peer: int, micro_batch: int
+    ) -> Callable[[], Tensor]:
+        """Ask for what :meth:`_send` sends; call the answer to wait for it."""
+        if peer in self.stages:
+            return lambda: self._here.pop((way, value.name, reader, micro_batch))
+        work: Any = dist.irecv(memory, self.mesh.peer(peer), **self._channel(way, value, reader, micro_batch))
+
+        def arrived() -> Tensor:
+            work.wait()
+            return memory
+
+        return arrived
+
+    def _channel(self, way: str, value: Value, reader: int, micro_batch: int) -> dict[str, Any]:
         tag = micro_batch * len(self._number) + self._number[value.name]
-        return post(tensor, self.mesh.peer(peer), group=self.mesh.edges[way, value.source, reader], tag=tag)
+        return {"group": self.mesh.edges[way, value.source, reader], "tag": tag}
 
 
 def weight_totals(
@@ -288,22 +314,23 @@ def weight_totals(
 
 
 def sum_tied(mesh: Mesh, parameters: Mapping[str, nn.Parameter], tied: Iterable[tuple[str, tuple[int, ...]]]) -> None:
-    """A parameter that several stages hold gets the sum of their gradients, along the chain of stages and back."""
+    """A parameter that several ranks hold gets the sum of their gradients, along the chain of ranks and back."""
     for name, stages in tied:
-        if mesh.stage not in stages or not parameters[name].requires_grad:
+        ranks = sorted({stage % mesh.degrees[0] for stage in stages})
+        if mesh.pipeline_rank not in ranks or len(ranks) == 1 or not parameters[name].requires_grad:
             continue
         parameter = parameters[name]
         total = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad.contiguous()
-        own = stages.index(mesh.stage)
+        own = ranks.index(mesh.pipeline_rank)
         if own > 0:
             earlier = torch.empty_like(total)
-            dist.recv(earlier, mesh.peer(stages[own - 1]))
+            dist.recv(earlier, mesh.peer(ranks[own - 1]))
             total += earlier
-        if own < len(stages) - 1:
-            dist.send(total, mesh.peer(stages[own + 1]))
-            dist.recv(total, mesh.peer(stages[own + 1]))
+        if own < len(ranks) - 1:
+            dist.send(total, mesh.peer(ranks[own + 1]))
+            dist.recv(total, mesh.peer(ranks[own + 1]))
         if own > 0:
-            dist.send(total, mesh.peer(stages[own - 1]))
+            dist.send(total, mesh.peer(ranks[own - 1]))
         parameter.grad = total
 
 
@@ -333,7 +360,7 @@ def join(parts: list[Tensor], split: Split | None) -> Tensor:
 
 
 def save(mesh: Mesh, specs: Sequence[Spec], tensors: Mapping[str, Tensor], directory: str | Path) -> None:
-    """Write whole tensors under the model's own names, one file a stage; beside, then renamed.
+    """Write whole tensors under the model's own names, one file a pipeline rank; beside, then renamed.
 
     Whole state of the optimizer is written in the same way: pass its tensors under names of the same shapes.
     """
@@ -353,7 +380,7 @@ def save(mesh: Mesh, specs: Sequence[Spec], tensors: Mapping[str, Tensor], direc
         if mesh.data_rank == mesh.tensor_rank == 0:
             whole[spec.name] = join(parts, spec.split).cpu()
     if mesh.data_rank == mesh.tensor_rank == 0:
-        torch.save(whole, beside / f"stage-{mesh.stage:03d}.pt")
+        torch.save(whole, beside / f"pipeline-{mesh.pipeline_rank:03d}.pt")
     dist.barrier()
     if dist.get_rank() == 0:
         old = target.with_name(target.name + ".old")
@@ -373,5 +400,5 @@ def load(mesh: Mesh, specs: Sequence[Spec], directory: str | Path) -> dict[str, 
         found |= torch.load(file, map_location="cpu", mmap=True, weights_only=True)
     missing = [spec.name for spec in specs if spec.name not in found]
     if missing:
-        raise SystemExit(f"{directory} lacks {missing[0]} and {len(missing) - 1} more of this stage's tensors")
+        raise SystemExit(f"{directory} lacks {missing[0]} and {len(missing) - 1} more of this rank's tensors")
     return {s.name: take(found[s.name], s.split, mesh.tensor_rank, mesh.degrees[2]).to(DEVICE) for s in specs}

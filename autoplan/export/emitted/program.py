@@ -1,8 +1,9 @@
-"""The training step: this rank's stage, parameters and schedule."""
+"""The training step: this rank's stages, parameters and schedule."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -25,8 +26,8 @@ class Program:
     def __init__(self, weights: str | Path | None = None, seed: int = 0) -> None:
         edges = [(value.source, reader) for value in model.VALUES for reader in value.readers]
         self.mesh = mesh = Mesh(model.PIPELINE, model.DATA, model.TENSOR, edges)
-        self.stage = model.STAGES[mesh.stage]
-        self.specs = list(model.specs(mesh.stage))
+        stages = [stage for stage in range(len(model.STAGES)) if stage % model.PIPELINE == mesh.pipeline_rank]
+        self.specs = list({spec.name: spec for stage in stages for spec in model.specs(stage)}.values())
         tensors = parallel.load(mesh, self.specs, weights) if weights else _random(self.specs, mesh, seed)
         held = {s.name: nn.Parameter(tensors[s.name], requires_grad=s.trainable) for s in self.specs if s.is_parameter}
         self.gradients = Gradients(mesh, held)
@@ -35,9 +36,7 @@ class Program:
         self.root.update(self.buffers)
         self.root.update({alias: self.root[name] for alias, name in model.ALIASES.items() if name in self.root})
         self.steps, self.seed = 0, seed
-        receives = [value for value in model.VALUES if mesh.stage in value.readers]
-        sends = [value for value in model.VALUES if value.source == mesh.stage]
-        self.pipeline = Pipeline(mesh, self._forward, receives, sends, model.VALUES)
+        self.pipeline = Pipeline(mesh, {stage: partial(self._forward, stage) for stage in stages}, model.VALUES)
 
     def parameters(self) -> list[nn.Parameter]:
         """What an optimizer updates: this rank's parts."""
@@ -58,40 +57,30 @@ class Program:
         for each in batches:
             each |= {f"loss_total_{k}": total.to(model.LOSS_TOTALS[k]) for k, total in enumerate(totals)}
         self.gradients.begin_step()
-        actions = stage_actions(self.mesh.stage)
+        actions = model.actions(self.mesh.pipeline_rank)
         loss = self.pipeline.run(actions, [(samples, each) for each in batches], self.gradients.before_backward)
         self.gradients.finish_step()
         parallel.sum_tied(self.mesh, self.gradients.optimised, model.TIED)
         parallel.sum_over_tensor(self.mesh, self.gradients.optimised, self.specs)
         self.steps += 1
-        # The last stage has the contributions of its data rank, alike on its tensor ranks.
-        if self.mesh.tensor_rank or self.mesh.stage < model.PIPELINE - 1:
+        # The last stage's rank has the contributions of its data rank, alike on its tensor ranks.
+        if self.mesh.tensor_rank or self.mesh.pipeline_rank < model.PIPELINE - 1:
             loss.zero_()
         dist.all_reduce(loss)
         return float(loss)
 
-    def _forward(self, micro_batch: int, batch: Mapping[str, Tensor], *received: Tensor) -> tuple[Tensor, ...]:
+    def _forward(
+        self, stage: int, micro_batch: int, batch: Mapping[str, Tensor], *received: Tensor
+    ) -> tuple[Tensor, ...]:
         if model.RANDOM:  # one stream a step, micro-batch, stage and data rank; tensor ranks draw alike
             place = (self.steps * model.MICRO_BATCHES + micro_batch) * model.DATA + self.mesh.data_rank
-            torch.manual_seed(self.seed + place * model.PIPELINE + self.mesh.stage)
+            torch.manual_seed(self.seed + place * len(model.STAGES) + stage)
         with model.on_axis(self.mesh):
-            return self.stage.run(Parameters(self.root), batch, *self.stage.layers, *received)
+            return model.STAGES[stage].run(Parameters(self.root), batch, *model.STAGES[stage].layers, *received)
 
     def save(self, directory: str | Path) -> None:
-        """Whole tensors under the model's own names, one file a stage; readable under any split."""
+        """Whole tensors under the model's own names, one file a pipeline rank; readable under any split."""
         parallel.save(self.mesh, self.specs, {**self.gradients.whole(), **self.buffers}, directory)
-
-
-def stage_actions(stage: int) -> list[tuple[int, str, int]]:
-    """(stage, "F" or "B", micro-batch) in order: warm-up forwards, then alternating; GPipe warms up with all."""
-    total = model.MICRO_BATCHES
-    warm_up = total if model.SCHEDULE == "gpipe" else min(total, model.PIPELINE - stage)
-    actions = [(stage, "F", m) for m in range(warm_up)]
-    for backward in range(total):
-        actions.append((stage, "B", backward))
-        if warm_up + backward < total:
-            actions.append((stage, "F", warm_up + backward))
-    return actions
 
 
 def _rows(tensor: Tensor, name: str, span: range) -> Tensor:
