@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from autoplan.layers.types import LayerGraph, LayerKind
 from autoplan.search.dag_transfers import Crossing, crossing, edge_bytes, is_chain
 from autoplan.search.pricing import KindCosts
-from autoplan.search.recompute import NOTHING, Choice, Frontier, Relaxation, extend, frontier, greedy_frontier, hull
+from autoplan.search.recompute import NOTHING, Choice, Frontier, Pieces, Relaxation, extend, frontier, hull, pieces_of
 
 Floats = NDArray[np.float64]
 Integers = NDArray[np.int64]
@@ -54,6 +54,7 @@ class Chain:
     tied: tuple[Tied, ...]
     crossing: Crossing | None = None
     _frontiers: dict[tuple[object, ...], Frontier] = field(default_factory=dict)
+    _by_window: dict[float, Pieces] = field(default_factory=dict)
 
     def per_layer(self, values: list[float]) -> Floats:
         """A value a kind, spread over the layers."""
@@ -279,10 +280,20 @@ class Chain:
 
     def frontier(self, key: tuple[object, ...], window: float) -> Frontier:
         """What the layers under ``key`` can save within ``window``, remembered."""
+        if key[0] == "span":
+            _, first, end = key
+            assert isinstance(first, int) and isinstance(end, int)
+            if end - first > MOST_COMBINED:  # made as fast as it is looked up
+                return self._pieces(window).span(first, end)
         known = self._frontiers.get((window, *key))
         if known is None:
             known = self._frontiers[(window, *key)] = self._frontier(key, window)
         return known
+
+    def _pieces(self, window: float) -> Pieces:
+        if window not in self._by_window:
+            self._by_window[window] = pieces_of([int(kind) for kind in self.kinds], self._choices[window])
+        return self._by_window[window]
 
     def relaxed(self, first: Integers, end: Integers) -> Relaxation:
         """The least recompute of spans where layers may recompute in part: never more than the exact least."""
@@ -320,8 +331,6 @@ class Chain:
         _, first, end = key
         if not (isinstance(first, int) and isinstance(end, int)) or first >= end:
             return NOTHING
-        if end - first > MOST_COMBINED:
-            return greedy_frontier([int(kind) for kind in self.kinds[first:end]], choices)
         # From the longest span with this start that is known; a loop, as spans may be longer than the stack is deep.
         at = next((e for e in range(end - 1, first, -1) if (window, "span", first, e) in self._frontiers), first)
         grown = self._frontiers[(window, "span", first, at)] if at > first else NOTHING

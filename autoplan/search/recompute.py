@@ -133,15 +133,17 @@ def corners(choices: Sequence[Choice]) -> list[Choice]:
 @dataclass(frozen=True)
 class GreedyFrontier(Frontier):
     """Pairs of many layers, the cheapest bytes first: each is at most one layer's choice dearer than the least.
-    ``order``: (layer, kind, policy) that each pair adds to the one before it; a layer's later policy replaces its
-    earlier one."""
+    ``taken``: the pieces that the pairs add one after another; a layer's later policy replaces its earlier one."""
 
-    order: tuple[tuple[int, int, str], ...] = ()
+    pieces: Pieces | None = None
+    taken: NDArray[np.int64] | None = None
 
     def counts(self, deficit_bytes: float) -> dict[int, dict[str, int]]:
+        assert self.pieces is not None and self.taken is not None
         followed: dict[int, tuple[int, str]] = {}
-        for layer, kind, policy in self.order[: bisect_left(self._lists[0], deficit_bytes)]:
-            followed[layer] = kind, policy
+        for piece in self.taken[: int(np.searchsorted(self.saved_bytes, deficit_bytes))]:
+            layer = int(self.pieces.layers[piece])
+            followed[layer] = self.pieces.kinds[layer], self.pieces.policies[piece]
         answer: dict[int, dict[str, int]] = {}
         for kind, policy in followed.values():
             mine = answer.setdefault(kind, {})
@@ -149,20 +151,45 @@ class GreedyFrontier(Frontier):
         return answer
 
 
-def greedy_frontier(kinds: Sequence[int], choices: dict[int, tuple[Choice, ...]]) -> GreedyFrontier:
-    """The pairs of layers of these kinds, one after the other."""
-    pieces: list[tuple[float, float, float, tuple[int, int, str]]] = []
-    for layer, kind in enumerate(kinds):
+@dataclass(frozen=True, slots=True)
+class Pieces:
+    """What each layer of a chain can save, corner by corner of its hull, the cheapest bytes first: a piece is of a
+    layer (of one of ``kinds``), saves bytes and costs seconds more than the corner before it, and ends at a policy.
+    Prices of one layer rise, so that its pieces keep their order."""
+
+    kinds: tuple[int, ...]
+    layers: NDArray[np.int64]
+    saved_bytes: Floats
+    extra_s: Floats
+    policies: tuple[str, ...]
+
+    def span(self, first: int, end: int) -> GreedyFrontier:
+        """The pairs of layers ``first`` to ``end`` - 1."""
+        taken = np.flatnonzero((self.layers >= first) & (self.layers < end))
+        saved, extra = np.zeros(len(taken) + 1), np.zeros(len(taken) + 1)
+        np.cumsum(self.saved_bytes[taken], out=saved[1:])
+        np.cumsum(self.extra_s[taken], out=extra[1:])
+        return GreedyFrontier(saved, extra, (), self, taken)
+
+
+def pieces_of(kinds: Sequence[int], choices: dict[int, tuple[Choice, ...]]) -> Pieces:
+    """The pieces of layers of these kinds, one after the other."""
+    of_kind: dict[int, list[tuple[float, float, str]]] = {}
+    for kind in dict.fromkeys(kinds):
         saved = extra = 0.0
+        of_kind[kind] = []
         for choice in corners(choices[kind]):
-            more, cost = choice.saved_bytes - saved, choice.extra_s - extra
-            pieces.append((cost / more, more, cost, (layer, kind, choice.policy)))
+            of_kind[kind].append((choice.saved_bytes - saved, choice.extra_s - extra, choice.policy))
             saved, extra = choice.saved_bytes, choice.extra_s
-    # Prices of one layer rise, so that its pieces keep their order.
-    pieces.sort(key=lambda piece: piece[0])
-    saved_bytes = np.concatenate(([0.0], np.cumsum([more for _, more, _, _ in pieces])))
-    extra_s = np.concatenate(([0.0], np.cumsum([cost for _, _, cost, _ in pieces])))
-    return GreedyFrontier(saved_bytes, extra_s, (), tuple(step for *_, step in pieces))
+    all_pieces = [(layer, *piece) for layer, kind in enumerate(kinds) for piece in of_kind[kind]]
+    all_pieces.sort(key=lambda piece: piece[2] / piece[1])
+    return Pieces(
+        tuple(kinds),
+        np.array([layer for layer, *_ in all_pieces], dtype=np.int64),
+        np.array([more for _, more, _, _ in all_pieces], dtype=np.float64),
+        np.array([cost for _, _, cost, _ in all_pieces], dtype=np.float64),
+        tuple(policy for *_, policy in all_pieces),
+    )
 
 
 def frontier(counts: tuple[tuple[int, int], ...], choices: dict[int, tuple[Choice, ...]]) -> Frontier:
