@@ -73,6 +73,8 @@ def _simulated(plan: Plan) -> list[str]:
     proof = plan.certificate
     if not proof.confirmed or proof.simulated_gap <= NEGLIGIBLE:
         return []
+    if proof.gap == proof.simulated_gap:
+        return ["under any schedule no plan is shorter by more than that gap"]
     return [f"that is in closed form; simulated, no plan is more than {percent(proof.simulated_gap)} shorter"]
 
 

@@ -6,6 +6,7 @@ from autoplan.explain.text import count, heading, paragraph, percent, seconds, s
 from autoplan.plan import Alternative, Plan
 
 # How the best candidate's split was proven, by the certificate's ``solver``.
+_TRIED_LAST = ("interleaved", "zero_bubble")  # schedules whose candidates are tried, and not all
 _PROOFS = {
     "enumeration": "(it has one stage: nothing to split)",
     "bound": "(its stages meet their own lower bound)",
@@ -73,6 +74,11 @@ def proof(plan: Plan) -> list[str]:
             f"In closed form (the longest stage for every micro-batch but one, all stages once, the end of the step) "
             f"no candidate takes less than {seconds(objective_s)} {how}."
         )
+    elif proven.gap == proven.simulated_gap and plan.strategy.schedule in _TRIED_LAST:
+        verdict = (
+            f"Under 1F1B no candidate takes less than {seconds(proven.objective_bound_s)} in closed form; under "
+            f"{plan.strategy.schedule} and the like those that promise most were simulated, and not all."
+        )
     else:
         verdict = (
             f"Not proven: some candidate might take {seconds(proven.objective_bound_s or proven.lower_bound_s)}, "
@@ -89,7 +95,7 @@ def _compromise(plan: Plan) -> str:
         return ""
     more = proven.objective_s / proven.best_s - 1
     why = "within 2% of the shortest simulated step, less parallelism wins"
-    if plan.strategy.schedule in ("interleaved", "zero_bubble"):
+    if plan.strategy.schedule in _TRIED_LAST:
         why = "its schedule hides more of the pipeline's bubble than that form knows, and the simulator shows it"
     elif plan.strategy.data > 1 and not plan.strategy.zero_stage and more > 0.02:
         why = "state that fits whole on every rank is sharded only where that gains more than 10%"
