@@ -138,7 +138,7 @@ FAMILIES: dict[str, tuple[Callable[[], tuple[nn.Module, Any]], int]] = {
     "qwen2": (lambda: causal("Qwen2"), 3),
     "qwen2, the last four with windows": (
         lambda: causal("Qwen2", use_sliding_window=True, sliding_window=8, max_window_layers=4, num_hidden_layers=8),
-        2,
+        3,
     ),
     "qwen3": (lambda: causal("Qwen3"), 3),
     "phi3": (lambda: causal("Phi3"), 3),

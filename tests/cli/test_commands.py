@@ -55,7 +55,7 @@ def test_clusters_lists_the_kinds(invoke: Invoke) -> None:
             "Invalid value for '--global-batch'",
             "autoplan plan --help",
         ),
-        (("predict", "gpt2", "--gpus", "8"), "Missing option '--strategy'", "autoplan predict --help"),
+        (("predict", "gpt2", "--gpus", "8"), "predict needs a strategy", "--strategy data=4"),
         (("plan", "gpt2", "--gpus", "8", "--strategy", "tenser=2"), "unknown key `tenser`", "did you mean `tensor`?"),
         (("plan", "gpt2", "--gpus", "8", "--strategy", "tensor"), "'tensor' is not KEY=VALUE", "--strategy data=4"),
         (("plan", "gpt2", "--gpus", "8", "--strategy", "data=two"), "`data` is 'two'", "--strategy data=1"),

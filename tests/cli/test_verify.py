@@ -33,7 +33,7 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def planned(config: Path) -> autoplan.Plan:
-    strategy = {"data": 1, "tensor": 1, "pipeline": 2, "micro_batch_size": 2, "recompute": "none"}
+    strategy = {"data": 1, "tensor": 1, "pipeline": 2, "micro_batch_size": 2, "recompute": "none", "schedule": "1f1b"}
     return autoplan.plan(str(config), gpus="2xcpu", global_batch=8, seq=12, strategy=strategy)
 
 

@@ -185,7 +185,9 @@ def emitted(tmp_path: Path, layers: int, strategy: dict[str, Any]) -> Path:
     def build() -> tuple[nn.Module, Any]:
         return models.tiny_llama(layers=layers)
 
-    program, _, _ = compiled(build, {"data": 1, "tensor": 1, "pipeline": 1, "micro_batch_size": 2, **strategy})
+    program, _, _ = compiled(
+        build, {"data": 1, "tensor": 1, "pipeline": 1, "micro_batch_size": 2, "schedule": "1f1b", **strategy}
+    )
     return program.emit(tmp_path / f"of-{layers}")
 
 
