@@ -63,8 +63,10 @@ def timeline(step: Step) -> str:
     if coarse:
         # Three columns for the shortest action: room for its letter and its micro-batch.
         span = shortest / 3 * TRACK
+        since = max(0.0, step.end_s - span)
         lines += ["", *_window(step, rows, 0.0, span, "its beginning")]
-        lines += ["", *_window(step, rows, max(0.0, step.end_s - span), step.end_s, "its end")]
+        if (step.end_s - since) / TRACK > 0:  # an action may be too short beside the step for floats to tell
+            lines += ["", *_window(step, rows, since, step.end_s, "its end")]
     return "\n".join(line.rstrip() for line in lines) + "\n"
 
 
