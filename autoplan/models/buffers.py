@@ -7,7 +7,6 @@ They are computed when the model is built, from settings. So the model is built 
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -16,10 +15,9 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from autoplan.models import factory, huggingface
-from autoplan.models.resolution import config_of
+from autoplan.models.resolution import config_of, is_factory
 from autoplan.models.types import DEFAULT_PRECISION, trace_dtype
 
-_FACTORY = re.compile(r"\.py:[^:/\\]*$")
 _UNFILLED = (torch.empty, torch.empty_strided, torch.rand, torch.randn)
 
 
@@ -33,7 +31,7 @@ class _UnfilledOnMeta(TorchFunctionMode):
 
 def real_buffers(model: str, *, precision: str | None) -> dict[str, Tensor]:
     """The buffers of MODEL by name, those without values left out. Raises :class:`ModelError` as :func:`resolve`."""
-    if _FACTORY.search(model):
+    if is_factory(model):
         built = _from_factory(model)
     else:
         config, where = config_of(model)

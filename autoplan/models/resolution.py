@@ -19,6 +19,11 @@ from autoplan.models.types import DEFAULT_PRECISION, ResolvedModel, trace_dtype
 _FACTORY = re.compile(r"\.py:[^:/\\]*$")
 
 
+def is_factory(model: str) -> bool:
+    """Whether MODEL is ``file.py:factory``."""
+    return _FACTORY.search(model) is not None
+
+
 def resolve(model: str, *, sequence: int | None = None, precision: str | None = None, batch: int) -> ResolvedModel:
     """Build MODEL for a trace of ``batch`` samples.
 
@@ -26,7 +31,7 @@ def resolve(model: str, *, sequence: int | None = None, precision: str | None = 
     config's maximum, at most 4096. Raises :class:`ModelError` for everything a user can get wrong.
     """
     dtype = trace_dtype(precision or DEFAULT_PRECISION)
-    if _FACTORY.search(model):
+    if is_factory(model):
         return _from_factory(model, sequence=sequence, precision=precision, batch=batch)
     if model.endswith(".py"):
         raise ModelError(f"{model} names a file and no factory", legal="file.py:factory", attempt=f"{model}:build")

@@ -142,12 +142,24 @@ def evaluate_stages(
     split = tables.of_split(cuts)
     sends = split.receives_s()
     times = stage_times(strategy, stages, sends, split.sent_s())
+    return timed(strategy, stages, sends, times, step_s=step_s)
+
+
+def timed(
+    strategy: Strategy,
+    stages: tuple[StageCosts, ...],
+    sends_s: tuple[float, ...],
+    times: StageTimes,
+    *,
+    step_s: StepTime,
+) -> Evaluation:
+    """Priced stages, one a rank, and the step that they make."""
     taken_s = step_s(times)
     busy = sum(strategy.micro_batches * stage.period_s + stage.tail_s for stage in stages)
     return Evaluation(
         strategy=strategy,
         stages=stages,
-        sends_s=sends,
+        sends_s=sends_s,
         objective_s=times.closed_form_s,
         step_s=taken_s,
         bubble_fraction=max(0.0, 1 - busy / (len(stages) * taken_s)) if taken_s else 0.0,

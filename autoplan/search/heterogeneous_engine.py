@@ -11,7 +11,7 @@ from functools import cached_property
 
 from autoplan.plan import Strategy
 from autoplan.search.engine import CONFIRMED, MOST_CONFIRMED, Counts, preference
-from autoplan.search.evaluate import Evaluation, StageCosts, StepTime, stage_costs
+from autoplan.search.evaluate import Evaluation, StageCosts, StepTime, stage_costs, timed
 from autoplan.search.heterogeneous_seats import Seat, seats_of
 from autoplan.search.heterogeneous_space import GroupTables, MixedBound, MixedSpace, bound_of
 from autoplan.search.heterogeneous_split import Layout, floor_of, solve_seats
@@ -256,17 +256,7 @@ def evaluate_layout(
         tail_s=tuple(stage.tail_s for stage in stages),
         sent_s=sent,
     )
-    taken_s = step_s(times)
-    busy = sum(strategy.micro_batches * stage.period_s + stage.tail_s for stage in stages)
-    return Evaluation(
-        strategy=strategy,
-        stages=stages,
-        sends_s=received,
-        objective_s=times.closed_form_s,
-        step_s=taken_s,
-        bubble_fraction=max(0.0, 1 - busy / (len(stages) * taken_s)) if taken_s else 0.0,
-        times=times,
-    )
+    return timed(strategy, stages, received, times, step_s=step_s)
 
 
 def _stage(space: MixedSpace, tables: GroupTables, group: int, stage: int, first: int, end: int) -> StageCosts:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -15,9 +14,8 @@ from autoplan.cluster import Cluster
 from autoplan.errors import ClusterError, ModelError, PlanFileError
 from autoplan.layers import LayerGraph, build_layers
 from autoplan.models import from_module, resolve, trace_dtype
+from autoplan.models.resolution import is_factory
 from autoplan.plan import Plan
-
-_FACTORY = re.compile(r"\.py:[^:/\\]*$")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,7 +59,7 @@ def prepare(model: Any, plan: Plan, example_inputs: Any, loss_fn: Callable[..., 
 def small_source(model: Any, whole: Whole) -> tuple[nn.Module, Any]:
     """A model and inputs with values to make the small one from: a factory is called again, off ``meta``."""
     on_meta = any(parameter.is_meta for parameter in whole.model.parameters())
-    if not (on_meta and isinstance(model, str) and _FACTORY.search(model)):
+    if not (on_meta and isinstance(model, str) and is_factory(model)):
         return whole.model, None if on_meta else whole.example_inputs
     from autoplan.models.factory import load_factory
 
@@ -72,10 +70,10 @@ def small_source(model: Any, whole: Whole) -> tuple[nn.Module, Any]:
 
 def _resolve(model: Any, plan: Plan, example_inputs: Any, loss_fn: Callable[..., Any] | None) -> Any:
     if isinstance(model, str):
-        batch, precision = max(1, plan.global_batch), None if _FACTORY.search(model) else plan.precision
+        batch, precision = max(1, plan.global_batch), None if is_factory(model) else plan.precision
         found = resolve(model, precision=precision, batch=batch)
         names = found.example_inputs if isinstance(found.example_inputs, dict) else {}
-        if not _FACTORY.search(model) and "input_ids" in names:
+        if not is_factory(model) and "input_ids" in names:
             found = resolve(model, sequence=plan.model.tokens_per_sample, precision=precision, batch=batch)
         return found
     if not isinstance(model, nn.Module) and callable(model):

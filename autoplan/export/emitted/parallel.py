@@ -23,6 +23,8 @@ from torch.utils.checkpoint import checkpoint
 LOCAL_RANK = int(os.environ.get("LOCAL_RANK", "0"))
 DEVICE = torch.device("cuda", LOCAL_RANK) if torch.cuda.is_available() else torch.device("cpu")
 
+BUCKET_BYTES = 25 * 2**20
+
 
 @dataclass(frozen=True)
 class Split:
@@ -311,6 +313,22 @@ def weight_totals(
     if mesh.data is not None:
         dist.all_reduce(total, group=mesh.data)
     return list(total)
+
+
+def buckets(parameters: Mapping[str, nn.Parameter]) -> list[list[str]]:
+    """Names of trainable parameters that travel together: last first, one dtype, about BUCKET_BYTES."""
+    answer: list[list[str]] = []
+    room, dtype = 0, None
+    for name, parameter in reversed(list(parameters.items())):
+        if not parameter.requires_grad:
+            continue
+        size = parameter.numel() * parameter.element_size()
+        if not answer or size > room or parameter.dtype != dtype:
+            answer.append([])
+            room, dtype = BUCKET_BYTES, parameter.dtype
+        answer[-1].append(name)
+        room -= size
+    return answer
 
 
 def sum_tied(mesh: Mesh, parameters: Mapping[str, nn.Parameter], tied: Iterable[tuple[str, tuple[int, ...]]]) -> None:

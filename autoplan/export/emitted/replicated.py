@@ -13,25 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from parallel import Mesh
-
-BUCKET_BYTES = 25 * 2**20
-
-
-def buckets(parameters: Mapping[str, nn.Parameter]) -> list[list[str]]:
-    """Names of trainable parameters that travel together: last first, one dtype, about BUCKET_BYTES."""
-    answer: list[list[str]] = []
-    room, dtype = 0, None
-    for name, parameter in reversed(list(parameters.items())):
-        if not parameter.requires_grad:
-            continue
-        size = parameter.numel() * parameter.element_size()
-        if not answer or size > room or parameter.dtype != dtype:
-            answer.append([])
-            room, dtype = BUCKET_BYTES, parameter.dtype
-        answer[-1].append(name)
-        room -= size
-    return answer
+from parallel import Mesh, buckets
 
 
 class Gradients:

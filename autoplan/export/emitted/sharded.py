@@ -14,9 +14,8 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from parallel import Mesh
+from parallel import Mesh, buckets
 
-BUCKET_BYTES = 25 * 2**20
 EVERY_BACKWARD = False
 
 
@@ -30,24 +29,12 @@ class Gradients:
         self.optimised = {
             n: nn.Parameter(self._rows(p)[self._rank].clone()) for n, p in parameters.items() if p.requires_grad
         }
-        self._buckets = self._filled()
+        self._buckets = buckets(self.working)
         self._sums: dict[int, Tensor] = {}
         self._sent: list[tuple[Any, Tensor, int]] = []
         self._sync, self._started, self._ready = False, len(self._buckets), set[str]()
         for name in self.optimised:
             self.working[name].register_post_accumulate_grad_hook(lambda _, name=name: self._arrived(name))
-
-    def _filled(self) -> list[list[str]]:
-        answer: list[list[str]] = []
-        room, dtype = 0, None
-        for name, parameter in reversed(list(self.optimised.items())):
-            size = self.working[name].numel() * parameter.element_size()
-            if not answer or size > room or parameter.dtype != dtype:
-                answer.append([])
-                room, dtype = BUCKET_BYTES, parameter.dtype
-            answer[-1].append(name)
-            room -= size
-        return answer
 
     def _rows(self, tensor: Tensor) -> Tensor:
         """Flattened and padded; row d belongs to rank d."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -131,7 +131,3 @@ def strategy_text(plan: Plan) -> str:
     if everywhere:
         values["recompute"] = policy
     return ",".join(f"{key}={str(value).lower()}" for key, value in values.items())
-
-
-def without_defaults(values: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in values.items() if defaults.get(key) != value}
