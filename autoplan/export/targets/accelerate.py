@@ -1,7 +1,8 @@
 """Accelerate: the YAML of ``accelerate launch --config_file``.
 
-Keys read in parallelism_config.py and examples/torch_native_parallelism of 1.15: FSDP 2 for sharded state, a
-parallelism_config for degrees. It has neither pipeline nor expert axes.
+Keys read in commands/config/config_args.py and parallelism_config.py of 1.15: FSDP 2 for sharded state, a
+parallelism_config for degrees other than plain data parallelism. It has neither pipeline nor expert axes. Gradient
+accumulation is no key of the file (unknown ones are refused): ``Accelerator(gradient_accumulation_steps=...)`` takes it.
 """
 
 from __future__ import annotations
@@ -47,15 +48,14 @@ def export(plan: Plan) -> Exported:
         "num_processes": nodes * each,
         "machine_rank": 0,
         "main_training_function": "main",
-        "gradient_accumulation_steps": strategy.micro_batches,
-        "use_parallelism_config": "true",
-        "parallelism_config": {
+    }
+    if sharded or strategy.tensor > 1 or strategy.context > 1:
+        config["parallelism_config"] = {
             f"{_PREFIX}dp_replicate_size": 1 if sharded else strategy.data,
             f"{_PREFIX}dp_shard_size": strategy.data if sharded else 1,
             f"{_PREFIX}tp_size": strategy.tensor,
             f"{_PREFIX}cp_size": strategy.context,
-        },
-    }
+        }
     if sharded:
         config["fsdp_config"] = {
             "fsdp_version": 2,
@@ -65,7 +65,10 @@ def export(plan: Plan) -> Exported:
             "fsdp_state_dict_type": "SHARDED_STATE_DICT",
             "fsdp_offload_params": False,
         }
-    comments = "".join(f"# {line}\n" for line in [*header(plan), f"per-device batch size: {strategy.micro_batch_size}"])
+    sizes = f"per-device batch size {strategy.micro_batch_size}"
+    if strategy.micro_batches > 1:
+        sizes += f"; Accelerator(gradient_accumulation_steps={strategy.micro_batches})"
+    comments = "".join(f"# {line}\n" for line in [*header(plan), sizes])
     return Exported(
         files={"accelerate.yaml": comments + yaml.safe_dump(config, sort_keys=False)},
         launch="accelerate launch --config_file accelerate.yaml train.py",
