@@ -2,7 +2,7 @@
 
 Keys read in commands/config/config_args.py and parallelism_config.py of 1.15: FSDP 2 for sharded state, a
 parallelism_config for degrees other than plain data parallelism. It has neither pipeline nor expert axes. Gradient
-accumulation is no key of the file (unknown ones are refused): ``Accelerator(gradient_accumulation_steps=...)`` takes it.
+accumulation is no key of the file, and unknown ones are refused: ``Accelerator(gradient_accumulation_steps=...)``.
 """
 
 from __future__ import annotations
