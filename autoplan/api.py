@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from autoplan.cluster import Cluster
+from autoplan.consistency import other_model
 from autoplan.errors import ClusterError, ModelError, PlanFileError, StrategyError
 from autoplan.plan import Plan
 from autoplan.request import AskedModel, Gpus, Traced, Wish, cluster_of, problem_of
@@ -176,10 +177,10 @@ def _local_device() -> str:
 
 def _check_made_for(plan: Plan, traced: Traced, cluster: Cluster) -> None:
     """A plan made for another model or another count of GPUs is refused with what differs."""
-    if plan.model.fingerprint != traced.layers.fingerprint:
+    if unlike := other_model(plan, traced.layers):
         raise PlanFileError(
-            f"the plan was made for {plan.model.name} ({plan.model.parameters:,} parameters), and this model is "
-            f"{traced.layers.name} ({traced.layers.parameters:,} parameters) with another graph",
+            f"the plan was made for {plan.model.name}, and this model is {traced.layers.name} with another graph: "
+            f"{unlike}",
             attempt="plan again for this model",
         )
     if plan.gpus != cluster.gpus:

@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from autoplan.layers import LayerGraph
     from autoplan.plan import Plan, Stage
 
 # Sums of floats of a file, and figures that a person may have rounded (tokens/s).
@@ -36,6 +37,26 @@ def first_problem(plan: Plan) -> Problem | None:
         for problem in check(plan):
             return problem
     return None
+
+
+def other_model(plan: Plan, layers: LayerGraph) -> str:
+    """What ``layers``, of a model, differ in from the model that ``plan`` was made for; "" where it is that model."""
+    made_for = plan.model
+    if made_for.fingerprint == layers.fingerprint:
+        return ""
+    names = tuple(layer.name for layer in layers.layers)
+    counted = ("parameters", "trainable_parameters", "tokens_per_sample", "dtype")
+    pairs = [(name.replace("_", " "), getattr(made_for, name), getattr(layers, name)) for name in counted]
+    pairs.append(("layers", len(made_for.layers), len(names)))
+    unlike = [f"{name} {_shown(one)} there and {_shown(other)} here" for name, one, other in pairs if one != other]
+    if len(made_for.layers) == len(names):
+        moved = [(one, other) for one, other in zip(made_for.layers, names, strict=True) if one != other]
+        unlike += [f"layer {one} there and {other} here" for one, other in moved[:1]]
+    return "; ".join(unlike) or "operators or shapes of the same layers"
+
+
+def _shown(value: int | str) -> str:
+    return f"{value:,}" if isinstance(value, int) else value
 
 
 def _numbers(plan: Plan) -> Iterator[Problem]:
@@ -65,6 +86,7 @@ def _leaves(value: Any, path: str) -> Iterator[tuple[str, Any]]:
 def _strategy(plan: Plan) -> Iterator[Problem]:
     named = [("strategy", plan.strategy)]
     named += [(f"alternatives.{i}.strategy", other.strategy) for i, other in enumerate(plan.alternatives)]
+    named += [(f"other_answers.{i}.strategy", o.strategy) for i, o in enumerate(plan.other_answers) if o.strategy]
     for where, strategy in named:
         for name in _DEGREES:
             if getattr(strategy, name) < 1:
@@ -135,6 +157,9 @@ def _layers(plan: Plan) -> Iterator[Problem]:
         if stage.last_layer < stage.first_layer:
             yield f"stages.{index}.last_layer", f"{stage.last_layer}, before its first layer {stage.first_layer}"
         following = stage.last_layer + 1
+    for index, (source, target) in enumerate(plan.model.edges):
+        if not source < target < layers:
+            yield f"model.edges.{index}", f"({source}, {target}) is no pair of layers in their order"
     if following != layers:
         yield (
             f"stages.{len(plan.stages) - 1}.last_layer",

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 from autoplan.consistency import first_problem
 from autoplan.errors import PlanFileError
+from autoplan.plan_file import REVISION, dump, migrate
 
 if TYPE_CHECKING:  # at run time only where a file is read: a third of what `autoplan --help` would import
     from pydantic import ConfigDict, TypeAdapter
@@ -218,8 +219,28 @@ class Alternative:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class OtherAnswer:
+    """The plan that would be made under another ``condition``, such as "24.0 GiB more on each GPU".
+
+    ``quantity`` is what changes (``memory_bytes`` of a GPU, ``intra_bytes_per_s`` or ``inter_bytes_per_s`` of its links
+    inside a node and between nodes), ``value`` what it would be; ``step_time_s`` is None where nothing fits.
+    """
+
+    __pydantic_config__: ClassVar[ConfigDict] = _STRICT
+
+    condition: str
+    quantity: str
+    value: float
+    strategy: Strategy | None
+    step_time_s: float | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ModelSummary:
-    """The model a plan was made for. ``fingerprint`` is a hash of its graph: operators, shapes, dtypes, edges."""
+    """The model a plan was made for. ``fingerprint`` is a hash of its graph: operators, shapes, dtypes, edges.
+
+    ``edges``: (from, to) of layers that hand a value on; () where each hands to the next alone, or nothing is known.
+    """
 
     __pydantic_config__: ClassVar[ConfigDict] = _STRICT
 
@@ -230,6 +251,7 @@ class ModelSummary:
     dtype: str
     layers: tuple[str, ...]
     fingerprint: str
+    edges: tuple[tuple[int, int], ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -255,7 +277,8 @@ class GroupSummary:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClusterSummary:
     """The cluster a plan was made for. With ``groups`` it has several kinds; ``nodes`` and ``gpus_per_node`` then count
-    all its GPUs in parts that every group is made of, and ``memory_bytes`` is the largest GPU's."""
+    all its GPUs in parts that every group is made of, and ``memory_bytes`` is the largest GPU's. ``fingerprint`` is a
+    hash of every figure of it that plans are made from ("" in older files)."""
 
     __pydantic_config__: ClassVar[ConfigDict] = _STRICT
 
@@ -265,6 +288,7 @@ class ClusterSummary:
     gpus_per_node: int
     memory_bytes: float
     groups: tuple[GroupSummary, ...] = ()
+    fingerprint: str = ""
 
     def describe(self, times: str = " x ") -> str:
         """The machines in a few words, such as ``2 x 8 H100-80GB-SXM`` or ``8 H100-80GB-SXM + 2 x 4 old``; ``times``
@@ -281,11 +305,15 @@ class ClusterSummary:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """A complete decision with its reasons. ``seconds`` is printed, never saved."""
+    """A complete decision with its reasons. ``seconds`` is printed, never saved.
+
+    ``other_answers``: what the decision would be on other machines, where that was asked.
+    """
 
     __pydantic_config__: ClassVar[ConfigDict] = _STRICT
 
     schema: int = SCHEMA_VERSION
+    revision: int = REVISION
     feasible: bool = True
     gpus: int
     gpus_used: int
@@ -303,6 +331,7 @@ class Plan:
     axes: tuple[Axis, ...]
     alternatives: tuple[Alternative, ...]
     assumptions: tuple[str, ...]
+    other_answers: tuple[OtherAnswer, ...] = ()
     seconds: dict[str, float] = field(default_factory=dict, compare=False)
 
     def to_dict(self, *, with_seconds: bool = False) -> dict[str, Any]:
@@ -313,12 +342,15 @@ class Plan:
         return json.loads(json.dumps(data))
 
     def to_json(self, *, with_seconds: bool = False) -> str:
-        """JSON text of :meth:`to_dict`, two spaces deep, with a final newline."""
-        return json.dumps(self.to_dict(with_seconds=with_seconds), indent=2) + "\n"
+        """JSON text of :meth:`to_dict`, as :mod:`autoplan.plan_file` lays it out, with a final newline."""
+        return dump(self.to_dict(with_seconds=with_seconds))
 
     @classmethod
     def from_json(cls, text: str, *, where: str = "plan") -> Plan:
-        """Parse and check, also that the parts agree; raises :class:`PlanFileError` naming the field."""
+        """Parse and check, also that the parts agree; files of older revisions are brought to this one's.
+
+        Raises :class:`PlanFileError` naming the field.
+        """
         try:
             data = json.loads(text, object_pairs_hook=_once)
         except (ValueError, RecursionError) as error:
@@ -342,6 +374,15 @@ class Plan:
                 where=where,
                 attempt="see its `suggestions`, and plan again",
             )
+        try:
+            data = migrate(data)
+        except ValueError as error:
+            raise PlanFileError(
+                f"this plan file is of another version of autoplan: {error}",
+                where=where,
+                legal=f"revisions 1 to {REVISION}",
+                attempt="read it with a newer autoplan, or plan again with this one",
+            ) from None
         from pydantic import ValidationError
 
         try:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
+import hashlib
+import json
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -93,6 +96,15 @@ class Cluster:
         from autoplan.cluster.spec import parse  # it makes clusters; a cluster only lends it its name
 
         return parse(spec)
+
+    @property
+    def fingerprint(self) -> str:
+        """A hash of every figure that plans are made from, whatever the cluster is called."""
+        figures = [dataclasses.asdict(part) for part in (self, *self.groups)]
+        for part in figures:
+            for name in ("spec", "name", "assumptions", "groups"):
+                del part[name]
+        return hashlib.sha256(json.dumps(figures, sort_keys=True).encode()).hexdigest()
 
     def to_spec(self) -> str:
         """The text that :meth:`parse` turns into this cluster again."""

@@ -145,6 +145,7 @@ def _summary(cluster: Cluster, ranks: list[int]) -> ClusterSummary:
             )
             for index, group in enumerate(cluster.groups)
         ),
+        fingerprint=cluster.fingerprint,
     )
 
 

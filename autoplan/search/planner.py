@@ -177,6 +177,7 @@ def _cluster(problem: Problem) -> ClusterSummary:
         nodes=cluster.nodes,
         gpus_per_node=cluster.gpus_per_node,
         memory_bytes=cluster.device.memory_bytes,
+        fingerprint=cluster.fingerprint,
     )
 
 

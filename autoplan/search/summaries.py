@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from autoplan.layers import LayerGraph
 from autoplan.plan import ModelSummary, Strategy
 from autoplan.search.dag import down_sets, is_branching
 from autoplan.search.listed import is_listed
@@ -37,7 +38,14 @@ def model_summary(problem: Problem) -> ModelSummary:
         dtype=layers.dtype,
         layers=tuple(layer.name for layer in layers.layers),
         fingerprint=layers.fingerprint,
+        edges=_edges(layers),
     )
+
+
+def _edges(layers: LayerGraph) -> tuple[tuple[int, int], ...]:
+    """The pairs of layers that hand a value on; () for a chain."""
+    found = sorted({(edge.source, target) for edge in layers.edges for target in edge.targets})
+    return () if found == [(layer, layer + 1) for layer in range(len(layers.layers) - 1)] else tuple(found)
 
 
 def assumptions(problem: Problem, strategy: Strategy) -> tuple[str, ...]:

@@ -11,6 +11,7 @@ from torch import nn
 
 from autoplan.capture import Capture, capture
 from autoplan.cluster import Cluster
+from autoplan.consistency import other_model
 from autoplan.errors import ClusterError, ModelError, PlanFileError
 from autoplan.layers import LayerGraph, build_layers
 from autoplan.models import from_module, resolve, trace_dtype
@@ -36,10 +37,9 @@ def prepare(model: Any, plan: Plan, example_inputs: Any, loss_fn: Callable[..., 
     dtype = trace_dtype(plan.precision) if _is_cast(resolved.model, plan) else None
     captured = capture(resolved.model, resolved.example_inputs, loss_fn=resolved.loss_fn, dtype=dtype)
     layers = build_layers(captured)
-    if layers.fingerprint != plan.model.fingerprint:
+    if unlike := other_model(plan, layers):
         raise PlanFileError(
-            f"the plan was made for {plan.model.name} ({plan.model.parameters:,} parameters), and this model is "
-            f"{resolved.name} ({layers.parameters:,} parameters) with another graph",
+            f"the plan was made for {plan.model.name}, and this model is {resolved.name} with another graph: {unlike}",
             attempt="plan again for this model, with the same --seq and --precision",
         )
     try:

@@ -1,0 +1,81 @@
+"""The text of a plan file: how it is laid out, and how files of older revisions are read.
+
+A file is JSON, two spaces deep, in the order of the fields, so that two plans differ in the lines that matter: a
+stage's layers and how many of them are recomputed are one line.
+
+``schema`` counts what readers must know of, ``revision`` what was added since to the fields. A file of an older
+revision is brought to the newest by the steps of :data:`STEPS`, one revision each; one of a newer revision is refused,
+because a field that is not known here may be what it is about.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from typing import Any
+
+REVISION = 2
+# Of an object: the keys that share its first line; lists that are one line.
+_FIRST_LINE = ("first_layer", "last_layer", "recompute")
+_ONE_LINE = ("layer_recompute",)
+
+Data = dict[str, Any]
+
+
+def dump(data: Data) -> str:
+    """``data`` as the text of a file, with a final newline."""
+    return _text(data, "") + "\n"
+
+
+def _text(value: Any, indent: str, key: str = "") -> str:
+    deeper = indent + "  "
+    if isinstance(value, dict) and value:
+        first = [name for name in _FIRST_LINE if name in value] if _FIRST_LINE[0] in value else []
+        lines = [", ".join(f"{json.dumps(name)}: {json.dumps(value[name])}" for name in first)] if first else []
+        lines += [
+            f"{json.dumps(name)}: {_text(part, deeper, name)}" for name, part in value.items() if name not in first
+        ]
+        return _block("{", lines, "}", indent)
+    if isinstance(value, list) and value and key not in _ONE_LINE and not _pair(value):
+        return _block("[", [_text(part, deeper) for part in value], "]", indent)
+    return json.dumps(value)
+
+
+def _pair(value: list[Any]) -> bool:
+    return len(value) == 2 and all(isinstance(part, int) for part in value)
+
+
+def _block(opening: str, lines: list[str], closing: str, indent: str) -> str:
+    return f"{opening}\n" + ",\n".join(f"{indent}  {line}" for line in lines) + f"\n{indent}{closing}"
+
+
+def migrate(data: Data) -> Data:
+    """``data`` of a file of any revision up to the newest as that of the newest.
+
+    What an older file does not say is derived where that is exact, else left to the fields' defaults; a file that
+    is malformed stays so, for the reader to name the field. Raises ``ValueError`` for a revision that is not known.
+    """
+    revision = data.get("revision", 1)
+    if isinstance(revision, bool) or not isinstance(revision, int) or not 1 <= revision <= REVISION:
+        raise ValueError(f"its revision is {revision!r}")
+    for step in range(revision, REVISION):
+        data = {**STEPS[step](data), "revision": step + 1}
+    return data
+
+
+def _from_first(data: Data) -> Data:
+    """Files before revision 2 had no ``revision``, and the first of them no ``send_s``: only what all sends of a step
+    take on the stage with the longest period. As on the timeline of such files, they are alike at every boundary."""
+    stages, predicted = data.get("stages"), data.get("predicted")
+    terms = predicted.get("time_terms") if isinstance(predicted, dict) else None
+    sends_s = terms.get("sends") if isinstance(terms, dict) else None
+    if not isinstance(stages, list) or len(stages) < 2 or not isinstance(sends_s, int | float):
+        return data
+    if not all(isinstance(stage, dict) and "send_s" not in stage for stage in stages):
+        return data
+    each_s = sends_s / (2 * (len(stages) - 1))
+    return {**data, "stages": [{**stage, "send_s": each_s} for stage in stages[:-1]] + stages[-1:]}
+
+
+# A step for each revision but the newest: from it to the next.
+STEPS: dict[int, Callable[[Data], Data]] = {1: _from_first}
