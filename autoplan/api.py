@@ -187,6 +187,12 @@ def _check_made_for(plan: Plan, traced: Traced, cluster: Cluster) -> None:
         raise PlanFileError(
             f"the plan was made for {plan.gpus} GPUs, and {cluster.gpus} are here", attempt="plan again for these GPUs"
         )
+    if not cluster.device.is_cpu and plan.cluster.device != cluster.device.name:
+        _LOG.warning(
+            "autoplan: the plan's times and memory are of %s, and these are %s",
+            plan.cluster.device,
+            cluster.device.name,
+        )
 
 
 def _on_first_rank(world: int, decide: Callable[[], Plan]) -> Plan:

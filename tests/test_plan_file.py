@@ -79,7 +79,7 @@ def test_a_stage_that_moves_one_layer_is_two_lines_and_its_figures() -> None:
 
 def test_the_text_is_the_data() -> None:
     plan = planned()
-    edges = tuple((layer, layer + 1) for layer in range(7)) + ((0, 5),)
+    edges = (*((layer, layer + 1) for layer in range(7)), (0, 5))
     answer = OtherAnswer(condition="1 GiB more", quantity="memory_bytes", value=1.0, strategy=None, step_time_s=None)
     more = dataclasses.replace(
         plan, model=dataclasses.replace(plan.model, edges=edges), other_answers=(answer,), axes=(), forced={}

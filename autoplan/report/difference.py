@@ -16,7 +16,7 @@ from autoplan.plan import Plan, Stage
 # Relative: figures that are nearer than this are equal (sums in another order).
 SAME = 1e-9
 _INPUTS = ("model.name", "model.fingerprint", "cluster.spec", "gpus", "global_batch", "precision", "optimizer")
-_INPUTS_TOO = ("model.tokens_per_sample", "cluster.memory_bytes")
+_INPUTS_TOO = ("model.tokens_per_sample", "cluster.memory_bytes", "cluster.fingerprint")
 _FIGURES = (
     "step_time_s",
     "tokens_per_s",
@@ -62,6 +62,7 @@ class Difference:
 def difference(before: Plan, after: Plan) -> Difference:
     """Everything in which ``after`` differs from ``before``."""
     inputs = {name: (_at(before, name), _at(after, name)) for name in (*_INPUTS, *_INPUTS_TOO)}
+    inputs = {name: pair for name, pair in inputs.items() if all(pair)}  # older files have no fingerprint of clusters
     decided = {"gpus_used": (before.gpus_used, after.gpus_used)}
     one, two = dataclasses.asdict(before.strategy), dataclasses.asdict(after.strategy)
     decided |= {name: (one[name], two[name]) for name in one}
