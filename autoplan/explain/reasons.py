@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from autoplan.explain.text import count, heading, paragraph, percent, seconds, size
-from autoplan.plan import Alternative, Plan
+from autoplan.plan import Alternative, OtherAnswer, Plan
 
 # How the best candidate's split was proven, by the certificate's ``solver``.
 _TRIED_LAST = ("interleaved", "zero_bubble")  # schedules whose candidates are tried, and not all
@@ -56,6 +56,22 @@ def alternatives(plan: Plan) -> list[str]:
 
 def _outcome(other: Alternative) -> str:
     return f"{size(other.short_by_bytes)} short" if other.step_time_s is None else seconds(other.step_time_s)
+
+
+def other_answers(plan: Plan) -> list[str]:
+    """What the decision would be on other machines, where that was asked; else what more memory would let fit."""
+    lines = [heading("What would change the decision")]
+    for other in plan.other_answers:
+        lines += paragraph(f"- with {other.condition}: {_other_answer(plan, other)}", hanging="  ")
+    return lines if plan.other_answers else []
+
+
+def _other_answer(plan: Plan, other: OtherAnswer) -> str:
+    if other.strategy is None or other.step_time_s is None:
+        return "nothing fits"
+    change = other.step_time_s / plan.predicted.step_time_s - 1
+    pace = "as fast" if abs(change) < 0.0005 else f"{percent(abs(change))} {'slower' if change > 0 else 'faster'}"
+    return f"{other.strategy.describe()}, {seconds(other.step_time_s)} a step, {pace}"
 
 
 def proof(plan: Plan) -> list[str]:

@@ -1,25 +1,29 @@
-"""A plan as one HTML page that needs nothing else: no script, no network, pictures inline.
+"""A plan as one HTML page that needs nothing else: no network, pictures inline, one script that reads them aloud.
 
-The template is escaped throughout, and a content security policy in the page forbids it to load anything.
+The template is escaped throughout, and a content security policy in the page forbids it to load anything and to run any
+script but its own, by its hash.
 """
 
 from __future__ import annotations
 
+import base64
 import functools
+import hashlib
 import json
 from dataclasses import asdict
 from importlib import resources
 from typing import Any
 
-from jinja2 import Environment, StrictUndefined, Template
+from jinja2 import Environment, FunctionLoader, StrictUndefined, Template
+from markupsafe import Markup
 
 from autoplan.errors import StrategyError
 from autoplan.explain import reasons
 from autoplan.explain.text import count, percent, seconds, size
 from autoplan.plan import Plan, Stage
-from autoplan.report import drawing, step
+from autoplan.report import drawing, machines, model_graph, scatter, step
 
-_TEMPLATE = "page.html.j2"
+_TEMPLATE, _SCRIPT = "page.html.j2", "script.js.j2"
 
 
 def page(plan: Plan) -> str:
@@ -29,10 +33,15 @@ def page(plan: Plan) -> str:
 
 @functools.cache
 def _template() -> Template:
-    environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
+    environment = Environment(
+        loader=FunctionLoader(_read), autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
+    )
     environment.filters |= {"seconds": seconds, "size": size, "count": count, "percent": percent, "words": _words}
-    text = resources.files("autoplan.report").joinpath("templates", _TEMPLATE).read_text(encoding="utf-8")
-    return environment.from_string(text)
+    return environment.get_template(_TEMPLATE)
+
+
+def _read(name: str) -> str:
+    return resources.files("autoplan.report").joinpath("templates", name).read_text(encoding="utf-8")
 
 
 def _facts(plan: Plan) -> dict[str, Any]:
@@ -40,7 +49,7 @@ def _facts(plan: Plan) -> dict[str, Any]:
         simulated, refused = step.simulate(plan), ""
     except StrategyError as error:
         simulated, refused = None, error.what
-    longest = max((a.step_time_s or 0.0 for a in plan.alternatives), default=0.0)
+    script = _read(_SCRIPT)
     return {
         "plan": plan,
         "decision": " ".join(reasons.decision(plan)[1:]),
@@ -49,7 +58,12 @@ def _facts(plan: Plan) -> dict[str, Any]:
         "groups": [(kind, label) for kind, label, _ in drawing.GROUPS] + [drawing.ELSE],
         "memory_terms": _memory_terms(plan),
         "time_terms": [(name, value) for name, value in plan.predicted.time_terms.items() if value > 0],
-        "longest_s": max(longest, plan.predicted.step_time_s),
+        "model": model_graph.picture(plan),
+        "machines": machines.picture(plan),
+        "scatter": scatter.picture(plan),
+        "other_answers": reasons.other_answers(plan)[1:],
+        "script": Markup(script),
+        "script_hash": base64.b64encode(hashlib.sha256(script.encode()).digest()).decode(),
         "pictures": drawing.pipeline(simulated) if simulated else (),
         "not_drawn": refused,
         "missing_s": simulated.unexplained_s if simulated else 0.0,

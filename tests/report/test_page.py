@@ -1,8 +1,12 @@
-"""The page: one file that loads nothing, says everything the plan says, and takes any text as text."""
+"""The page: one file that loads nothing, runs no script but its own, says everything the plan says, and takes any text
+as text."""
 
 from __future__ import annotations
 
+import base64
 import dataclasses
+import hashlib
+import itertools
 import json
 import re
 from html.parser import HTMLParser
@@ -10,7 +14,9 @@ from html.parser import HTMLParser
 import pytest
 
 from autoplan.explain.text import seconds, size
-from autoplan.plan import Plan
+from autoplan.plan import OtherAnswer, Plan, Strategy
+from autoplan.report import scatter
+from autoplan.report.machines import crosses_nodes
 from autoplan.report.page import page
 from autoplan.search import search
 from tests.support.layer_graphs import Dense, cluster, problem
@@ -78,10 +84,72 @@ def test_it_says_what_the_plan_says(plan: Plan) -> None:
 def test_it_loads_nothing(plan: Plan) -> None:
     html = page(plan)
     checker = read(html)
-    assert not {tag for tag, _ in checker.tags} & {"script", "link", "img", "iframe", "object", "base", "form"}
+    assert not {tag for tag, _ in checker.tags} & {"link", "img", "iframe", "object", "base", "form"}
     names = {name for _, attributes in checker.tags for name in attributes}
     assert not names & {"src", "href", "xlink:href", "srcset"} and not [name for name in names if name.startswith("on")]
+    scripts = re.findall(r"<script>(.*?)</script>", html, re.DOTALL)
+    assert html.count("<script") == len(scripts) == 1 and not re.search(r"fetch|http|import|eval", scripts[0])
+    allowed = base64.b64encode(hashlib.sha256(scripts[0].encode()).digest()).decode()
+    assert f"script-src 'sha256-{allowed}'" in html
     assert "url(" not in html and "@import" not in html and "default-src 'none'" in html
+
+
+def test_every_layer_and_gpu_is_drawn_once_coloured_by_its_stage(plan: Plan) -> None:
+    html = page(plan)
+    for layer, name in enumerate(plan.model.layers):
+        stage = next(i for i, s in enumerate(plan.stages) if s.first_layer <= layer <= s.last_layer)
+        assert html.count(f"<title>{name}: layer {layer}, stage {stage}") == 1
+        assert f'<g class="box s{stage}"><title>{name}: layer {layer}, stage {stage}' in html
+    for rank in range(plan.gpus):
+        assert html.count(f"<title>rank {rank}: stage ") == 1
+    assert html.count('<path class="cut"') == len(plan.stages) - 1
+    assert html.count('<path class="edge"') == len(plan.model.layers) - len(plan.stages)
+
+
+def test_branches_are_joined_as_the_model_joins_them(plan: Plan) -> None:
+    edges = ((0, 1), (0, 2), (1, 5), (2, 3), (3, 4), (4, 5), (5, 6), (6, 7))
+    branching = dataclasses.replace(plan, model=dataclasses.replace(plan.model, edges=edges))
+    html = page(branching)
+    assert html.count('<path class="cut"') + html.count('<path class="edge"') == len(edges)
+
+
+@pytest.mark.parametrize(
+    ("degrees", "between"),
+    [
+        ({"tensor": 8, "data": 2}, {"data"}),
+        ({"tensor": 4, "data": 2, "pipeline": 2}, {"pipeline"}),
+        ({"data": 16}, {"data"}),
+        ({"tensor": 16}, {"tensor"}),
+        ({"tensor": 2, "context": 4, "data": 2}, {"data"}),
+        ({"context": 2, "data": 4, "expert": 4, "pipeline": 2}, {"pipeline"}),
+    ],
+)
+def test_what_crosses_nodes_is_between_them(plan: Plan, degrees: dict[str, int], between: set[str]) -> None:
+    strategy = Strategy(**degrees)
+    machines = dataclasses.replace(plan.cluster, nodes=2, gpus_per_node=8)
+    of_two = dataclasses.replace(plan, cluster=machines, strategy=strategy, gpus=16, gpus_used=16)
+    assert {axis for axis in degrees if crosses_nodes(of_two, axis)} == between
+
+
+def test_what_lost_is_a_point_of_its_time_and_memory(plan: Plan) -> None:
+    points = scatter.picture(plan).points
+    assert [point.number for point in points] == list(range(len(plan.alternatives) + 1))
+    timed = [(a.step_time_s, a.peak_memory_bytes) for a in plan.alternatives]
+    for (one, (step, peak)), (other, (later, more)) in itertools.combinations(zip(points[1:], timed, strict=True), 2):
+        if step and later:
+            assert (step < later) == (one.y > other.y) or step == later
+            assert (peak < more) == (one.x < other.x) or peak == more
+    limit = scatter.picture(plan).capacity_x
+    assert all(point.x <= limit if point.fits else point.x > limit for point in points)
+
+
+def test_what_would_change_the_decision_is_said(plan: Plan) -> None:
+    assert "What would change" not in page(plan)
+    answer = OtherAnswer(
+        condition="1.0 GiB more", quantity="memory_bytes", value=1.0, strategy=Strategy(data=4), step_time_s=9.0
+    )
+    said = page(dataclasses.replace(plan, other_answers=(answer,)))
+    assert "What would change the decision" in said and "with 1.0 GiB more: data 4, 9.00 s a step" in said
 
 
 def test_every_action_is_drawn_where_it_is(plan: Plan) -> None:
@@ -105,6 +173,10 @@ def test_one_gpu_splits_nothing() -> None:
     assert "Nothing: one GPU holds the whole model" in page(plan)
 
 
+def script(html: str) -> str:
+    return html[html.index("<script>") : html.index("</script>")]
+
+
 def test_text_stays_text(plan: Plan) -> None:
     evil = "</title><script>alert('1')</script>\"><img src=x onerror=y>"
     model = dataclasses.replace(plan.model, name=evil, layers=tuple(evil for _ in plan.model.layers), fingerprint=evil)
@@ -119,7 +191,8 @@ def test_text_stays_text(plan: Plan) -> None:
         stages=tuple(dataclasses.replace(s, memory_terms={evil: s.peak_memory_bytes}) for s in plan.stages),
     )
     checker = read(page(hostile))
-    assert not {tag for tag, _ in checker.tags} & {"script", "img"}
+    assert not {tag for tag, _ in checker.tags} & {"img"}
+    assert page(hostile).count("<script") == 1 and script(page(hostile)) == script(page(plan))
     assert evil in "".join(checker.text)
 
 
