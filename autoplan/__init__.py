@@ -31,6 +31,7 @@ from autoplan.questions import compare, fit, min_gpus  # isort: skip
 from autoplan.verification import verify  # isort: skip
 
 if TYPE_CHECKING:
+    from autoplan.runtime.checkpoints import Checkpoints
     from autoplan.runtime.launch import launch
     from autoplan.runtime.program import Program
 
@@ -39,6 +40,7 @@ __version__ = "0.1.0"
 __all__ = [
     "AutoplanError",
     "CaptureError",
+    "Checkpoints",
     "Cluster",
     "ClusterError",
     "Device",
@@ -65,7 +67,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    if name in ("Program", "launch"):
+    if name in ("Checkpoints", "Program", "launch"):
         import autoplan.runtime
 
         return getattr(autoplan.runtime, name)

@@ -7,6 +7,7 @@ Under a process group rank 0 plans and the others receive its answer, so that al
 from __future__ import annotations
 
 import dataclasses
+import json
 import logging
 import os
 import time
@@ -140,7 +141,17 @@ def compile(
     _check_made_for(plan, traced, cluster)
     if plan.gpus_used < plan.gpus:
         _LOG.warning("autoplan: %s", plan.case)
-    return Program(traced.capture, plan, layers=traced.layers, cluster=cluster, device=device)
+    config = _hugging_face_config(model)
+    return Program(traced.capture, plan, layers=traced.layers, cluster=cluster, device=device, config=config)
+
+
+def _hugging_face_config(model: nn.Module) -> str | None:
+    """``config.json`` of a transformers model, as ``save_pretrained`` writes it; None of others."""
+    config: Any = getattr(model, "config", None)
+    if not (hasattr(config, "to_json_string") and hasattr(model, "save_pretrained")):
+        return None
+    content = {**json.loads(config.to_json_string()), "architectures": [type(model).__name__]}
+    return json.dumps(content, indent=2, sort_keys=True) + "\n"
 
 
 def _answer(verb: str, model: AskedModel, gpus: Gpus, device: str | None, wish: Wish) -> Plan:

@@ -1,7 +1,17 @@
 """Run a plan: stage graphs, schedules and collectives on plain ``torch.distributed``."""
 
+from autoplan.runtime.checkpoints import Checkpoints, Resumed
 from autoplan.runtime.faults import CheckpointError, RankFault
 from autoplan.runtime.launch import ensure_process_group, how_to_launch, launch
 from autoplan.runtime.program import Program
 
-__all__ = ["CheckpointError", "Program", "RankFault", "ensure_process_group", "how_to_launch", "launch"]
+__all__ = [
+    "CheckpointError",
+    "Checkpoints",
+    "Program",
+    "RankFault",
+    "Resumed",
+    "ensure_process_group",
+    "how_to_launch",
+    "launch",
+]

@@ -197,6 +197,10 @@ class GradientSync:
 
     # ----------------------------------------------------------------------------------------- whole over the data axis
 
+    def extent(self, name: str) -> range | None:
+        """Which elements of the flattened working parameter ``parameters[name]`` begins with; None: it is all of it."""
+        return None
+
     def whole(self, name: str) -> Tensor:
         """The parameter's values, whole over the data axis (a collective over it when sharded)."""
         return self.working[name].detach()
@@ -205,11 +209,6 @@ class GradientSync:
         """Its gradient, likewise; zeros where it has none."""
         gradient = self.parameters[name].grad
         return torch.zeros_like(self.working[name]) if gradient is None else gradient.detach()
-
-    @torch.no_grad()
-    def load(self, name: str, values: Tensor) -> None:
-        """Take over ``values``, whole over the data axis."""
-        self.working[name].copy_(values)
 
     def counts_here(self, name: str) -> bool:
         """Whether this rank is the one of its data axis that counts the parameter (or a slice of its own) in a norm."""
@@ -324,6 +323,12 @@ class Sharded(GradientSync):
         dist.all_gather_into_tensor(flat, mine.contiguous(), group=self.mesh.data)
         return self._unpadded(flat, name)
 
+    def extent(self, name: str) -> range | None:
+        if not self._is_sharded(name):
+            return None
+        size, length = self.working[name].numel(), self.parameters[name].numel()
+        return range(min(size, self._index * length), min(size, (self._index + 1) * length))
+
     def whole(self, name: str) -> Tensor:
         own = self.parameters[name].detach()
         return self._gathered(own, name) if self._is_sharded(name) else own
@@ -333,12 +338,6 @@ class Sharded(GradientSync):
             return super().whole_gradient(name)
         own = self.parameters[name]
         return self._gathered(torch.zeros_like(own) if own.grad is None else own.grad, name)
-
-    @torch.no_grad()
-    def load(self, name: str, values: Tensor) -> None:
-        super().load(name, values)
-        if self._is_sharded(name):
-            self.parameters[name].copy_(self._slice(values))
 
     def counts_here(self, name: str) -> bool:
         return self._is_sharded(name) or super().counts_here(name)

@@ -184,12 +184,6 @@ class Gathered(Sharded):
         whole_bytes = sum(known.size_bytes for known in self._storages.values())
         self.peak_whole_bytes = max(self.peak_whole_bytes, whole_bytes)
 
-    # ----------------------------------------------------------------------------------------- whole over the data axis
-
-    @torch.no_grad()
-    def load(self, name: str, values: Tensor) -> None:
-        self.parameters[name].copy_(self._slice(values))
-
 
 def gradient_sync(
     working: Mapping[str, nn.Parameter],

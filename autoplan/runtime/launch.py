@@ -20,6 +20,7 @@ import pickle
 import signal
 import socket
 import sys
+import threading
 import time
 import traceback
 from collections.abc import Callable
@@ -37,6 +38,7 @@ CPU_TIMEOUT_S = 60.0  # how long a rank waits for another before it gives up
 CUDA_TIMEOUT_S = 600.0  # a first step compiles kernels and fills caches, unevenly over the ranks
 GRACE_S = 1.5  # after a failure: how long to wait for the report of the rank that really failed
 LEAVE_S = 5.0  # between asking a process to leave and killing it
+WRITER_NAME = "autoplan-checkpoint"  # threads that a rank which has done its work waits for
 _TIMEOUT_VARIABLE = "AUTOPLAN_TIMEOUT_S"
 
 
@@ -183,6 +185,7 @@ def _work(seat: _Seat, connection: Connection, fn: Callable[..., Any], args: tup
         _take_seat(seat)
         _own_memory(args)
         report = ("result", pickle.dumps(fn(*args)))
+        _finish_writing()
     except BaseException as error:
         code = 3
         report = ("error", _pickled(error, seat.rank))
@@ -224,6 +227,13 @@ def _take_seat(seat: _Seat) -> None:
     else:
         torch.set_num_threads(1)  # a forked process cannot use the threads that its parent's OpenMP had
         dist.init_process_group("gloo", store=store, rank=seat.rank, world_size=seat.world, timeout=timeout)
+
+
+def _finish_writing() -> None:
+    """Let checkpoints that are being written be written: the process ends without waiting for threads."""
+    for thread in threading.enumerate():
+        if thread.name.startswith(WRITER_NAME):
+            thread.join()
 
 
 def _die_with_parent() -> None:

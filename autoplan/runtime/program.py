@@ -19,6 +19,7 @@ from autoplan.runtime.build import Builder, check_executable
 from autoplan.runtime.code import stage_code
 from autoplan.runtime.faults import RankFault
 from autoplan.runtime.launch import ensure_process_group, how_to_launch
+from autoplan.runtime.loader import PlannedLoader, loader_options
 from autoplan.runtime.rank_part import RankPart
 from autoplan.sharding import Sharding
 
@@ -43,15 +44,18 @@ class Program:
         cluster: Cluster | None = None,
         sharding: Sharding | None = None,
         device: str | torch.device | None = None,
+        config: str | None = None,
     ) -> None:
+        """``config``: a Hugging Face model's ``config.json``, saved beside its weights."""
         check_executable(capture, plan)
         self._capture, self._plan, self._layers = capture, plan, layers
         self._device = str(device) if device is not None else ("cuda" if torch.cuda.is_available() else "cpu")
         self._builder = Builder(capture, plan, layers, cluster, sharding)
+        self._config = config
         self._builder.graphs(0)  # what the passes refuse, they refuse now and not at the first step
         self._part: RankPart | None = None
         self._bound_to = 0
-        self._steps = 0
+        self.steps = 0  # taken so far
         self._nothing = nn.Parameter(torch.empty(0))
 
     @property
@@ -71,9 +75,37 @@ class Program:
         not divide over the data ranks; CaptureError for one that is not like the example.
         """
         part = self._rank_part()
-        loss = part.step(batch, local=local, step=self._steps)
-        self._steps += 1
+        loss = part.step(batch, local=local, step=self.steps)
+        self.steps += 1
         return loss
+
+    def dataloader(
+        self,
+        dataset: Any,
+        *,
+        global_batch: int | None = None,
+        shuffle: bool = False,
+        seed: int = 0,
+        drop_last: bool = True,
+        **options: Any,
+    ) -> PlannedLoader:
+        """Batches of this rank's rows of ``dataset``, for ``step(batch, local=True)``; resumes by ``state_dict()``.
+
+        ``dataset`` has a length and items by number. ``global_batch``: samples a step, the plan's unless given.
+        ``options`` go to torch's ``DataLoader`` (collate_fn, num_workers, pin_memory, ...). Raises StrategyError for a
+        dataset that ranks cannot take rows of, or that holds no whole batch.
+        """
+        at = self._rank_part().mesh.at
+        return PlannedLoader(
+            dataset,
+            strategy=self._plan.strategy,
+            data_rank=at.data if at is not None else 0,
+            global_batch=global_batch or self._plan.global_batch,
+            shuffle=shuffle,
+            seed=seed,
+            drop_last=drop_last,
+            **loader_options(**options),
+        )
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """This rank's parameters under the user's names, in the user's order."""
@@ -125,12 +157,14 @@ class Program:
         return self._rank_part().state.gradients()
 
     def save(self, directory: str | os.PathLike[str]) -> None:
-        """Write the whole weights to ``directory/model.safetensors``, beside and renamed (a collective). The
-        optimizer's state is not included."""
-        self._rank_part().state.save(Path(directory))
+        """Write the whole weights to ``directory/model.safetensors``, beside and renamed (a collective), and a Hugging
+        Face model's config: ``from_pretrained(directory)`` loads them. Host memory holds a tensor at a time. Without
+        the optimizer's state: see :class:`Checkpoints`."""
+        self._rank_part().state.save(Path(directory), self._config)
 
     def load(self, directory: str | os.PathLike[str]) -> None:
-        """Read what :meth:`save` wrote under any plan (a collective)."""
+        """Read the weights of what :meth:`save` or :class:`Checkpoints` wrote under any plan, or of any safetensors
+        files under the user's names: each rank its own part of them (a collective)."""
         self._rank_part().state.load(Path(directory))
 
     # ------------------------------------------------------------------------------------------------------- inspection

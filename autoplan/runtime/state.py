@@ -1,29 +1,30 @@
 """Whole tensors under the user's names, whatever the plan: gathered, loaded, saved.
 
 A parameter's way back: slices over the data axis (ZeRO), then shards over the tensor axis, then from its first stage to
-every rank. Every method here is a collective over all ranks, in one order of names.
+every rank, in one order of names. Loading is each rank's own: it reads the rectangles that it stores.
 """
 
 from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from autoplan.capture import Capture
 from autoplan.plan import Coordinates
 from autoplan.runtime.build import Ownership
+from autoplan.runtime.checkpoint_files import MODEL, is_checkpoint, open_checkpoint
 from autoplan.runtime.collectives import AxisCommunicator, Mesh
 from autoplan.runtime.data_parallel import GradientSync
 from autoplan.runtime.faults import CheckpointError
-from autoplan.sharding.placements import REPLICATE, Placement, Shard, assemble, take_shard
-
-WEIGHTS = "model.safetensors"
+from autoplan.runtime.pieces import pieces
+from autoplan.runtime.stored import WEIGHTS, InMemory, Part, SafetensorsFile, Source, write_safetensors
+from autoplan.sharding.placements import Placement, Shard, assemble
 
 
 class FullTensors:
@@ -43,17 +44,12 @@ class FullTensors:
         self._capture, self._ownership, self._mesh = capture, ownership, mesh
         self._sync, self._placements = sync, placements
         self._buffers, self._buffer_owner = buffers, buffer_owner
+        self._turns = {name: turn for turn, name in enumerate(ownership.holders)}
 
     def state_dict(self) -> dict[str, Tensor]:
         """Every parameter and persistent buffer, whole, on every rank; tied names share one tensor."""
-        whole = {name: self._gather(name, lambda sync, n: sync.whole(n)) for name in self._ownership.holders}
-        state: dict[str, Tensor] = {}
-        for name, value in self._capture.graph_module.state_dict().items():
-            if name in self._ownership.canonical:
-                state[name] = whole[self._ownership.canonical[name]]
-            else:
-                state[name] = self._buffer(name, value)
-        return state
+        whole = {name: tensor for names, tensor in self._whole_tensors() for name in names}
+        return {name: whole[name] for name in self._capture.graph_module.state_dict()}
 
     def gradients(self) -> dict[str, Tensor]:
         """Whole gradients of the parameters that have one, by the first of each one's names, on every rank."""
@@ -71,44 +67,106 @@ class FullTensors:
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         """Take each rank's part of whole tensors. Raises CheckpointError naming what does not fit."""
-        expected = self._capture.graph_module.state_dict()
-        _check_names(state, expected, self._ownership)
-        for name, value in expected.items():
-            values = state.get(name)
-            if values is None:
-                continue
-            _check_shape(name, values, value)
-            if name in self._ownership.canonical:
-                self._load_parameter(self._ownership.canonical[name], values)
-            elif name in self._buffers:
-                self._buffers[name].copy_(values)
+        self.fill(InMemory(state))
 
-    def save(self, directory: Path) -> None:
-        """Write ``model.safetensors`` beside ``directory`` and rename; rank 0 writes, all wait for it."""
-        state = self.state_dict()
-        problem = ""
+    def save(self, directory: Path, config: str | None = None) -> None:
+        """Write ``model.safetensors`` (and ``config.json``) beside ``directory`` and rename; rank 0 writes, a tensor in
+        memory at a time, all wait for it."""
+        whole, problem = self._whole_tensors(), ""
         if self._mesh.rank == 0:
             try:
-                _write(directory, state)
+                _write(directory, self._capture.graph_module.state_dict(), whole, config)
             except OSError as error:
                 problem = f"{error.strerror or error}: {error.filename or directory}"
-        self._raise_together(f"cannot write the checkpoint: {problem}" if problem else "", directory)
+            except CheckpointError as error:
+                problem = error.what
+        for _ in whole:  # a collective each: what rank 0 did not come to, it must still take part in
+            pass
+        self.raise_together(f"cannot write the checkpoint: {problem}" if problem else "", directory)
 
     def load(self, directory: Path) -> None:
-        """Read what :meth:`save` wrote, under this or any other plan."""
-        from safetensors import SafetensorError
-        from safetensors.torch import load_file
-
-        path = directory / WEIGHTS
-        if not path.exists() and (kept := _previous(directory) / WEIGHTS).exists():
-            path = kept  # the writer died between its two renames
-        problem, state = "", {}
+        """Read what :meth:`save` or :class:`Checkpoints` wrote, under this or any other plan, this rank's part alone;
+        or any safetensors files under the user's names."""
+        problem, prefix = "", MODEL if is_checkpoint(directory) else ""
+        source: Source
         try:
-            state = load_file(path)
-        except (OSError, SafetensorError) as error:
-            problem = f"{path} cannot be read as a checkpoint: {error}"
-        self._raise_together(problem, directory)
-        self.load_state_dict(state)
+            if prefix:
+                source = open_checkpoint(directory, self._mesh.rank, self._mesh.world)
+            else:
+                source = SafetensorsFile(_kept(directory))
+        except CheckpointError as error:
+            problem = error.what
+        self.raise_together(problem, directory)
+        self.fill(source, prefix)
+
+    def fill(self, source: Source, prefix: str = "") -> None:
+        """Read this rank's parts of parameters and buffers; ``prefix`` + name is the source's name for each."""
+        shapes = {n.removeprefix(prefix): s for n, s in source.shapes.items() if n.startswith(prefix)}
+        expected = self._capture.graph_module.state_dict()
+        canonical = self._ownership.canonical
+        _check_names(shapes, expected, self._ownership)
+        for name in shapes:
+            _check_shape(name, shapes[name], tuple(expected[name].shape))
+        parts, given = {}, {canonical[name]: name for name in reversed(shapes) if name in canonical}
+        for name, stored in self.parameters().items():
+            parts[prefix + given[name]] = self.part(name, stored)
+        for name in shapes:
+            if name not in canonical:
+                parts[prefix + name] = _unsplit(self._buffers.get(name, expected[name]))
+        source.read(parts)
+
+    def parameters(self) -> Mapping[str, nn.Parameter]:
+        """What this rank's optimizer updates, by the first of each parameter's names."""
+        return self._sync.parameters if self._sync is not None else {}
+
+    def part(self, name: str, stored: Tensor) -> Part:
+        """What this rank's ``stored``, split as the parameter ``name`` is, holds of the whole tensor."""
+        assert self._sync is not None and self._mesh.at is not None
+        shape = tuple(self._capture.graph_module.get_parameter(name).shape)
+        found = pieces(
+            stored,
+            shape=shape,
+            placement=self._placements.get(name),
+            index=self._mesh.at.tensor,
+            degree=self._mesh.strategy.tensor,
+            extent=self._sync.extent(name),
+        )
+        return Part(shape, found)
+
+    def is_whole(self, name: str) -> bool:
+        """Whether every rank that holds the parameter holds all of it."""
+        assert self._sync is not None
+        return self._sync.extent(name) is None and not isinstance(self._placements.get(name), Shard)
+
+    def writes(self, name: str) -> bool:
+        """Whether this rank writes its part of the parameter, and of its optimizer state: of ranks that hold the same,
+        one does, in turn over the parameters."""
+        at = self._mesh.at
+        assert at is not None and self._sync is not None
+        copies, index = 1, 0
+        if self._sync.extent(name) is None:
+            copies, index = self._mesh.strategy.data, at.data
+        if not isinstance(self._placements.get(name), Shard):
+            copies, index = copies * self._mesh.strategy.tensor, index * self._mesh.strategy.tensor + at.tensor
+        return self._ownership.holders[name][0] == at.pipeline and self._turns[name] % copies == index
+
+    def parts(self) -> dict[str, Part]:
+        """This rank's parts of parameters, and the persistent buffers, of which it writes the only copy."""
+        found = {name: self.part(name, stored) for name, stored in self.parameters().items() if self.writes(name)}
+        for name, value in self._capture.graph_module.state_dict().items():
+            if name not in self._ownership.canonical and self._mesh.rank == self._buffer_rank(name):
+                found[name] = _unsplit(self._buffers.get(name, value))
+        return found
+
+    def raise_together(self, problem: str, directory: Path) -> None:
+        """Raise on every rank where any has a problem, so that none waits for another that gave up."""
+        messages: list[str | None] = [problem]
+        if self._mesh.world > 1:
+            messages = [None] * self._mesh.world
+            dist.all_gather_object(messages, problem)
+        first = next((message for message in messages if message), None)
+        if first:
+            raise CheckpointError(first, where=str(directory), attempt="check the path, its permissions and free space")
 
     # ---------------------------------------------------------------------------------------------------------- details
 
@@ -129,35 +187,38 @@ class FullTensors:
         whole = whole.detach().clone(memory_format=torch.contiguous_format)
         return mesh.broadcast(whole, source=strategy.rank(Coordinates(owner, 0, 0)))
 
+    def _whole_tensors(self) -> Iterator[tuple[list[str], Tensor]]:
+        """Every tensor of the state dict and the names that it has, a collective each."""
+        names: dict[str, list[str]] = {}
+        for name in self._capture.graph_module.state_dict():
+            names.setdefault(self._ownership.canonical.get(name, name), []).append(name)
+        for first, all_of_them in names.items():
+            if first in self._ownership.canonical:
+                yield all_of_them, self._gather(first, lambda sync, n: sync.whole(n))
+            else:
+                yield all_of_them, self._buffer(first, self._capture.graph_module.state_dict()[first])
+
     def _buffer(self, name: str, value: Tensor) -> Tensor:
         """A buffer that the forward writes comes from the stage that does; others are alike everywhere."""
         mesh = self._mesh
         current = self._buffers.get(name, value.to(mesh.device)).detach().clone(memory_format=torch.contiguous_format)
-        if name not in self._buffer_owner:
-            return current
-        return mesh.broadcast(current, source=mesh.strategy.rank(Coordinates(self._buffer_owner[name], 0, 0)))
+        return mesh.broadcast(current, source=self._buffer_rank(name)) if name in self._buffer_owner else current
 
-    @torch.no_grad()
-    def _load_parameter(self, name: str, values: Tensor) -> None:
-        mesh = self._mesh
-        if self._sync is None or mesh.at is None or name not in self._sync.working:
-            return
-        placement = self._placements.get(name, REPLICATE)
-        local = take_shard(values, placement, index=mesh.at.tensor, degree=mesh.strategy.tensor)
-        self._sync.load(name, local.to(device=mesh.device, dtype=self._sync.working[name].dtype))
-
-    def _raise_together(self, problem: str, directory: Path) -> None:
-        """Raise on every rank where any has a problem, so that none waits for another that gave up."""
-        messages: list[str | None] = [problem]
-        if self._mesh.world > 1:
-            messages = [None] * self._mesh.world
-            dist.all_gather_object(messages, problem)
-        first = next((message for message in messages if message), None)
-        if first:
-            raise CheckpointError(first, where=str(directory), attempt="check the path, its permissions and free space")
+    def _buffer_rank(self, name: str) -> int:
+        return self._mesh.strategy.rank(Coordinates(self._buffer_owner.get(name, 0), 0, 0))
 
 
-def _check_names(state: Mapping[str, Tensor], expected: Mapping[str, Tensor], ownership: Ownership) -> None:
+def _unsplit(tensor: Tensor) -> Part:
+    return Part(tuple(tensor.shape), pieces(tensor, shape=tensor.shape))
+
+
+def _kept(directory: Path) -> Path:
+    """``directory``, or what it replaced where the writer died between its two renames."""
+    previous = _previous(directory)
+    return previous if not directory.exists() and previous.exists() else directory
+
+
+def _check_names(state: Mapping[str, tuple[int, ...]], expected: Mapping[str, Tensor], ownership: Ownership) -> None:
     unknown = [name for name in state if name not in expected]
     given = {ownership.canonical.get(name, name) for name in state}
     missing = [name for name in expected if ownership.canonical.get(name, name) not in given]
@@ -170,10 +231,10 @@ def _check_names(state: Mapping[str, Tensor], expected: Mapping[str, Tensor], ow
             raise CheckpointError(f"the state {what}: {shown}", attempt="load the state of the same model")
 
 
-def _check_shape(name: str, values: Tensor, expected: Tensor) -> None:
-    if values.shape != expected.shape:
+def _check_shape(name: str, shape: tuple[int, ...], expected: tuple[int, ...]) -> None:
+    if shape != expected:
         raise CheckpointError(
-            f"`{name}` is {tuple(values.shape)} in the state and {tuple(expected.shape)} in the model",
+            f"`{name}` is {shape} in the state and {expected} in the model",
             attempt="load the state of the same model",
         )
 
@@ -182,15 +243,16 @@ def _previous(directory: Path) -> Path:
     return directory.with_name(f"{directory.name}.old")
 
 
-def _write(directory: Path, state: Mapping[str, Tensor]) -> None:
-    from safetensors.torch import save_file
-
+def _write(
+    directory: Path, patterns: Mapping[str, Tensor], whole: Iterator[tuple[list[str], Tensor]], config: str | None
+) -> None:
     directory.parent.mkdir(parents=True, exist_ok=True)
     beside = directory.with_name(f"{directory.name}.part")
     shutil.rmtree(beside, ignore_errors=True)
     beside.mkdir()
-    # Tied names share a tensor, which the format does not hold: each name gets its own copy.
-    save_file({name: tensor.cpu().clone() for name, tensor in state.items()}, beside / WEIGHTS, {"format": "pt"})
+    write_safetensors(beside / WEIGHTS, patterns, whole)  # tied names each get their own copy
+    if config is not None:
+        (beside / "config.json").write_text(config)
     previous = _previous(directory)
     shutil.rmtree(previous, ignore_errors=True)
     if directory.exists():
