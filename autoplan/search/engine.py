@@ -187,17 +187,17 @@ class Engine:
             chosen = self._unsharded(self._least_parallel(best, fastest, tolerance), best)
         other = self._faster_schedule(chosen, tolerance) if tolerance else None
         return Found(
-            chosen=self._confirm(other or chosen),
+            chosen=self._confirm(other[0] if other else chosen),
             best=self._confirm(best),
             fastest=fastest,
             lower_bound_s=floor,
             simulated_bound_s=self._simulated_bound_s(self.step_s(fastest)) if other is None else self._least_work_s(),
-            proven=proven and other is None,
+            proven=proven and (other is None or other[1]),
             confirmed=len(self._simulated),
             counts=self._counts(),
         )
 
-    def _faster_schedule(self, chosen: Decision, tolerance: float) -> Decision | None:
+    def _faster_schedule(self, chosen: Decision, tolerance: float) -> tuple[Decision, bool] | None:
         """What another schedule gains, where none was forced and time is left."""
         forced = self.space.forced
         given = forced.schedule is not None or forced.virtual_stages is not None or self.space.problem.stages
@@ -211,13 +211,17 @@ class Engine:
 
     def under(self, strategy: Strategy, limit_s: float) -> Decision | None:
         """The decision of a strategy under an interleaved or zero-bubble schedule, if its step may be below a limit."""
-        works_s = strategy.micro_batches * self._blocks.bottleneck_s(strategy)
-        if works_s >= limit_s or least_step_s(self.space, strategy) >= limit_s:
+        if self.rules_out(strategy, limit_s):
             return None
         solution = _even_split(self.space, strategy, math.inf)
         if solution is None or solution.simulated_bound_s >= limit_s:
             return None
         return _decision(self.space, strategy, solution)
+
+    def rules_out(self, strategy: Strategy, limit_s: float) -> bool:
+        """Whether a bound says that the strategy's split under such a schedule is no faster than a limit."""
+        works_s = strategy.micro_batches * self._blocks.bottleneck_s(strategy)
+        return works_s >= limit_s or least_step_s(self.space, strategy) >= limit_s
 
     def step_s(self, decision: Decision) -> float:
         """The simulated step, remembered."""

@@ -5,13 +5,13 @@ the search that these order and prove. Once that has chosen, the candidates that
 other schedules are simulated: with M micro-batches on p ranks a step of 1F1B is M + p - 1 slots of which p - 1 are
 bubble, and v chunks a GPU divide that by v. One of them is taken only where its simulated step is shorter than the
 chosen plan's by more than the search's tolerance, and of those near the shortest the simplest. What was not simulated
-is not known to be slower: a plan that this changed is called feasible, not optimal.
+and has no bound above the shortest is not known to be slower: where there is such a candidate, a plan that this changed
+is called feasible, not optimal.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import math
 import time
 from collections.abc import Iterator
@@ -28,21 +28,31 @@ if TYPE_CHECKING:
     from autoplan.search.engine import Decision, Engine
     from autoplan.search.space import Space
 
-# Strategies that are tried under other schedules, beside those of the plan itself.
+# Strategies that are simulated under other schedules however long that takes, and actions that are simulated for more.
 MOST_VARIED = 24
+MOST_ACTIONS = 200_000
 
 
-def faster_schedule(engine: Engine, chosen: Decision, tolerance: float) -> Decision | None:
-    """A decision under another schedule that beats ``chosen`` by more than ``tolerance``; None where there is none."""
+def faster_schedule(engine: Engine, chosen: Decision, tolerance: float) -> tuple[Decision, bool] | None:
+    """A decision under another schedule that beats ``chosen`` by more than ``tolerance``, and whether every candidate
+    that may be faster than those found was simulated; None where there is none."""
     from autoplan.search.engine import preference
 
     found: list[Decision] = []
     limit_s = engine.step_s(chosen) / (1 + tolerance)
-    for other in _pool(engine, chosen.strategy, limit_s):
+    pool = (s for s in _pool(engine, chosen.strategy, limit_s) if permits(engine.space.problem, s))
+    actions, complete = 0, True
+    for tried, other in enumerate(pool):
+        least_s = min([limit_s, *map(engine.step_s, found)])
         if time.monotonic() > engine.deadline:
+            complete = False
             break
-        if not permits(engine.space.problem, other):
+        if tried >= MOST_VARIED and actions > MOST_ACTIONS:
+            complete = engine.rules_out(other, least_s)
+            if not complete:
+                break
             continue
+        actions += 2 * other.pipeline * other.virtual_stages * other.micro_batches
         decision = engine.under(other, limit_s)
         if decision is not None and engine.step_s(decision) < limit_s:
             found.append(decision)
@@ -50,7 +60,7 @@ def faster_schedule(engine: Engine, chosen: Decision, tolerance: float) -> Decis
         return None
     near_s = min(map(engine.step_s, found)) * (1 + tolerance)
     near = [decision for decision in found if engine.step_s(decision) <= near_s]
-    return min(near, key=lambda decision: (preference(decision.strategy), engine.step_s(decision)))
+    return min(near, key=lambda decision: (preference(decision.strategy), engine.step_s(decision))), complete
 
 
 def variants(strategy: Strategy, schedules: tuple[str, ...], layers: int) -> Iterator[Strategy]:
@@ -94,7 +104,7 @@ def _pool(engine: Engine, chosen: Strategy, limit_s: float) -> Iterator[Strategy
         for expected_s, index, name, chunks in sorted(promised)
         if math.isfinite(expected_s)
     )
-    yield from itertools.islice((strategy for strategy in varied if strategy not in own), MOST_VARIED)
+    yield from (strategy for strategy in varied if strategy not in own)
 
 
 def _ways(schedules: tuple[str, ...]) -> tuple[tuple[str, int], ...]:

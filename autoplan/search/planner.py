@@ -186,7 +186,7 @@ def _certificate(found: Found, evaluation: Evaluation) -> Certificate:
     bound_s = min(found.simulated_bound_s, evaluation.step_s)
     simulated_gap = 1 - bound_s / evaluation.step_s if evaluation.step_s else 0.0
     gap = 0.0 if found.proven else (best_s - found.lower_bound_s) / best_s
-    if found.chosen.strategy.schedule != found.best.strategy.schedule:
+    if not found.proven and found.chosen.strategy.schedule != found.best.strategy.schedule:
         gap = simulated_gap  # the closed form's proof is of another schedule
     return Certificate(
         status="optimal" if found.proven else "feasible",
