@@ -133,10 +133,18 @@ def dispatch_s(cluster: Cluster, group: Group, row_bytes: float, *, topk: int, s
     if group.size == 1 or row_bytes == 0:
         return 0.0
     fabric = group_on(cluster, size=group.size, stride=group.stride)
+    hop = fabric.inter.latency_s if fabric.nodes > 1 else fabric.intra.latency_s
+    links = dispatch_links_s(cluster, group, row_bytes, topk=topk)
+    return _BASE_S + hop + _PEER_S * (group.size - 1) + skew * max(links)
+
+
+def dispatch_links_s(cluster: Cluster, group: Group, row_bytes: float, *, topk: int) -> tuple[float, float]:
+    """Seconds in which :func:`dispatch_s` fills a rank's links, inside its node and to others, where the load is
+    even."""
+    fabric = group_on(cluster, size=group.size, stride=group.stride)
     near = row_bytes * _drawn(fabric.size, topk) * (fabric.local - 1) / fabric.local / fabric.intra.bytes_per_s
     far = row_bytes * _drawn(fabric.nodes, topk) * (fabric.nodes - 1) / fabric.nodes / fabric.inter.bytes_per_s
-    hop = fabric.inter.latency_s if fabric.nodes > 1 else fabric.intra.latency_s
-    return _BASE_S + hop + _PEER_S * (group.size - 1) + skew * max(near, far)
+    return near, far
 
 
 def _drawn(places: int, topk: int) -> float:

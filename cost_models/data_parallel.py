@@ -14,7 +14,8 @@ stage  traffic
 
 Synchronisation runs beside the backward that makes the gradients, a bucket at a time: the last bucket can't hide. A
 ZeRO-3 gather is prefetched one layer ahead: the first can't hide. Whatever is longer than the compute beside it shows,
-and what hides is not free: its kernels hold streaming multiprocessors and memory bandwidth that the compute lacks.
+and so does what finds its links taken by other axes (:mod:`.contention`). What hides is not free: its kernels hold
+streaming multiprocessors and memory bandwidth that the compute lacks.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ from numpy.typing import NDArray
 
 from autoplan.cluster import Cluster
 from autoplan.cost_models.communication import Group, all_gather_s, all_reduce_s, reduce_scatter_s
+from autoplan.cost_models.contention import NOTHING, Held, held_by_ring, room_s
 from autoplan.cost_models.piecewise import at_values
 from autoplan.cost_models.software import EAGER, Software
 from autoplan.plan import Strategy
@@ -37,6 +39,7 @@ from autoplan.plan import Strategy
 Floats = NDArray[np.float64]
 Integers = NDArray[np.int64]
 Exposed = Callable[[Any, Any, Any], Any]
+Window = Callable[[Any, Any], Any]
 
 # NCCL runs 16 to 24 channels, a multiprocessor each, of 108 to 132: compute beside it slows by about that share.
 CONTENTION = 0.15
@@ -70,14 +73,17 @@ def data_parallel_time(
     layers: int,
     forward_s: float = 0.0,
     backward_s: float = 0.0,
+    forward_held: Held = NOTHING,
+    backward_held: Held = NOTHING,
     software: Software = EAGER,
     prefetch: bool = True,
 ) -> DataParallelTime:
     """The data axis of one stage of ``layers`` layers.
 
-    ``forward_s``/``backward_s`` are one micro-batch's compute that may run beside the transfers: give 0 where the
-    runtime overlaps nothing. ``weight_bytes`` and ``gradient_bytes`` are one tensor rank's, unsharded over data.
-    ``prefetch``: whether ZeRO-3 gathers a layer's weights while another computes.
+    ``forward_s``/``backward_s`` are one micro-batch's seconds that may run beside the transfers: give 0 where the
+    runtime overlaps nothing. ``forward_held``/``backward_held``: of these, what other axes hold of the links.
+    ``weight_bytes`` and ``gradient_bytes`` are one tensor rank's, unsharded over data. ``prefetch``: whether ZeRO-3
+    gathers a layer's weights while another computes.
     """
     if strategy.data == 1:
         return DataParallelTime()
@@ -89,7 +95,7 @@ def data_parallel_time(
         weight_bytes,
         gradient_bytes,
         max(layers, 1),
-        (forward_s if prefetch else 0.0, backward_s),
+        (_window(cluster, strategy, forward_s, forward_held), _window(cluster, strategy, backward_s, backward_held)),
         prefetch=prefetch,
     )
     return DataParallelTime(
@@ -109,6 +115,7 @@ def exposed_times(
     gradient_bytes: Floats,
     layers: Floats | Integers,
     backward_s: Floats,
+    backward_held: Held = NOTHING,
 ) -> tuple[Floats, Floats, Floats]:
     """``forward_s``, ``backward_s`` and ``step_s`` of :func:`data_parallel_time` for many stages of one strategy,
     without prefetch."""
@@ -116,8 +123,9 @@ def exposed_times(
         nothing = np.zeros(len(layers))
         return nothing, nothing, nothing
     many = _collectives(cluster, strategy, EAGER).at_values()
-    pieces, compute = np.maximum(layers, 1), (0.0, backward_s)
-    shown, _ = _shown(strategy, many, weight_bytes, gradient_bytes, pieces, compute, prefetch=False)
+    windows = (_window(cluster, strategy, 0.0, NOTHING), _window(cluster, strategy, backward_s, backward_held))
+    pieces = np.maximum(layers, 1)
+    shown, _ = _shown(strategy, many, weight_bytes, gradient_bytes, pieces, windows, prefetch=False)
     forward, backward, step = (np.broadcast_to(seconds, np.shape(layers)) for seconds in shown)
     return forward, backward, step
 
@@ -137,10 +145,11 @@ def least_exposed_times(
     """
     if strategy.data == 1:
         return np.zeros(len(backward_s)), np.zeros(len(backward_s))
-    price, compute = _collectives(cluster, strategy, EAGER), (0.0, backward_s)
+    price = _collectives(cluster, strategy, EAGER)
+    windows = (_window(cluster, strategy, 0.0, NOTHING), _window(cluster, strategy, backward_s, NOTHING))
     if not isinstance(weight_bytes, float) or not isinstance(gradient_bytes, float):
         price = price.at_values()
-    shown, _ = _shown(strategy, price, weight_bytes, gradient_bytes, 1, compute, prefetch=False, exposed=_least_exposed)
+    shown, _ = _shown(strategy, price, weight_bytes, gradient_bytes, 1, windows, prefetch=False, exposed=_least_exposed)
     forward, backward, step = (np.broadcast_to(seconds, np.shape(backward_s)) for seconds in shown)
     return forward + backward, step
 
@@ -171,33 +180,47 @@ def _shown(
     weight_bytes: Any,
     gradient_bytes: Any,
     pieces: Any,
-    compute_s: tuple[Any, Any],
+    windows: tuple[Window, Window],
     *,
     prefetch: bool,
     exposed: Exposed | None = None,
 ) -> tuple[tuple[Any, Any, Any], Any]:
     """Seconds that show in every forward, every backward and once a step, and of all transfers; numbers or arrays.
-    ``compute_s``: what may run beside the gathers of the forward, and beside the backward."""
+    ``windows``: of the forward and of the backward, for what runs beside them."""
     exposed = exposed or _exposed
-    zero, forward_s, backward_s = strategy.zero_stage, *compute_s
+    zero, share, (ahead, back) = strategy.zero_stage, (strategy.data - 1) / strategy.data, windows
     if zero == 0:
         each = price.all_reduce(gradient_bytes / pieces)
-        return (0.0, 0.0, exposed(each * pieces, each, backward_s)), each * pieces
+        beside = each * pieces
+        return (0.0, 0.0, exposed(beside, each, back(beside, 2 * share * gradient_bytes))), beside
     scatter = price.reduce_scatter(gradient_bytes / pieces)
     gather = price.all_gather(weight_bytes / pieces)
+    beside, gathered = scatter * pieces, gather * pieces
+    scattered = exposed(beside, scatter, back(beside, share * gradient_bytes))
     if zero == 1:
-        step = exposed(scatter * pieces, scatter, backward_s) + gather * pieces
-        return (0.0, 0.0, step), (scatter + gather) * pieces
+        return (0.0, 0.0, scattered + gathered), beside + gathered
     micro_batches = strategy.micro_batches
     if zero == 2:
-        backward = exposed(scatter * pieces, scatter, backward_s)
-        return (0.0, backward, gather * pieces), (scatter * micro_batches + gather) * pieces
-    total = (2 * gather + scatter) * pieces * micro_batches
+        return (0.0, scattered, gathered), beside * micro_batches + gathered
+    total = (2 * gathered + beside) * micro_batches
     if not prefetch:
-        backward = gather * pieces + exposed(scatter * pieces, scatter, backward_s)
-        return (gather * pieces, backward, 0.0), total
-    forward = exposed(gather * pieces, gather, forward_s)
-    return (forward, exposed((gather + scatter) * pieces, gather + scatter, backward_s), 0.0), total
+        return (gathered, gathered + scattered, 0.0), total
+    forward, both = exposed(gathered, gather, ahead(gathered, share * weight_bytes)), gathered + beside
+    backward = exposed(both, gather + scatter, back(both, share * (weight_bytes + gradient_bytes)))
+    return (forward, backward, 0.0), total
+
+
+def _window(cluster: Cluster, strategy: Strategy, seconds: Any, others: Held) -> Window:
+    """What is left of ``seconds`` for a transfer of so many seconds and so many bytes passed on."""
+    if others == NOTHING:
+        return lambda alone_s, sent_bytes: seconds
+    one = held_by_ring(cluster, Group(size=strategy.data, stride=strategy.tensor), 1.0)
+
+    def left(alone_s: Any, sent_bytes: Any) -> Any:
+        fills = Held(intra_s=sent_bytes * one.intra_s, inter_s=sent_bytes * one.inter_s)
+        return room_s(seconds, others=others, alone_s=alone_s, fills=fills)
+
+    return left
 
 
 def _bytes_per_step(strategy: Strategy, weight_bytes: float, gradient_bytes: float) -> float:

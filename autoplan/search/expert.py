@@ -18,7 +18,8 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 
-from autoplan.cost_models.communication import group_on, tensor_time
+from autoplan.cost_models.communication import Group, group_on, tensor_time
+from autoplan.cost_models.contention import held_by_ring
 from autoplan.cost_models.data_parallel import DataParallelTime, data_parallel_time
 from autoplan.cost_models.memory import count_elements, stage_memory
 from autoplan.cost_models.precision import dtype_bytes
@@ -178,7 +179,7 @@ def _priced(space: Space, tables: Tables, strategy: Strategy, index: int, stage:
 
 
 def _data(tables: Tables, strategy: Strategy, stage: StageCosts) -> DataParallelTime:
-    """The data axis of all but experts, and of experts over their copies, which hides behind what is left."""
+    """The data axis of all but experts, and of experts over their copies, which find the links taken by it."""
     elements, layers = count_elements(stage.kinds), stage.end - stage.first
     dense = tables.data_axis(
         elements.total - elements.expert,
@@ -189,14 +190,17 @@ def _data(tables: Tables, strategy: Strategy, stage: StageCosts) -> DataParallel
     copies = dataclasses.replace(
         strategy, data=strategy.data // strategy.expert, tensor=strategy.tensor * strategy.expert
     )
-    every = strategy.micro_batches if strategy.zero_stage >= 2 else 1
+    group = Group(size=strategy.data, stride=strategy.tensor)
+    gradients = (elements.trainable - elements.trainable_expert) * tables.recipe.gradients
+    sent_bytes = (1 if strategy.zero_stage else 2) * (strategy.data - 1) / strategy.data * gradients
     experts = data_parallel_time(
         tables.cluster,
         strategy=copies,
         weight_bytes=elements.expert * tables.recipe.weights,
         gradient_bytes=elements.trainable_expert * tables.recipe.gradients,
         layers=layers,
-        backward_s=max(0.0, stage.compute_backward_s - dense.total_s / every),
+        backward_s=stage.compute_backward_s,
+        backward_held=tables.sent + held_by_ring(tables.cluster, group, sent_bytes),
         prefetch=False,
     )
     names = (field.name for field in dataclasses.fields(DataParallelTime))

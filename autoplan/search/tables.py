@@ -26,6 +26,7 @@ from numpy.typing import NDArray
 from autoplan import schedules
 from autoplan.cluster import Cluster
 from autoplan.cost_models import communication, compute
+from autoplan.cost_models.contention import NOTHING, Held, held_by_send
 from autoplan.cost_models.data_parallel import DataParallelTime, data_parallel_time, exposed_times, least_exposed_times
 from autoplan.cost_models.piecewise import at_values
 from autoplan.cost_models.recipes import Recipe
@@ -281,7 +282,18 @@ class Tables:
             gradient_bytes=self.trainable * self.recipe.gradients,
             layers=self.chain.sizes[end] - self.chain.sizes[first],
             backward_s=backward,
+            backward_held=self.sent,
         )
+
+    @cached_property
+    def sent(self) -> Held:
+        """What a stage's sends hold of its links beside one backward: one message, of what the smallest cut passes.
+        Not counted where values go further than to the next layer: what is sent then depends on the order of layers."""
+        least = self.chain.least_crossing
+        if self.strategy.pipeline == 1 or self.chain.crossing is not None or not 0 < least < math.inf:
+            return NOTHING
+        distance = self.strategy.data * self.strategy.tensor
+        return held_by_send(self.cluster, communication.send_s(self.cluster, least, distance), distance=distance)
 
     @cached_property
     def elements(self) -> Floats:
@@ -399,8 +411,9 @@ class Tables:
 
     def data_axis(self, elements: float, trainable: float, layers: int, *, backward_s: float) -> DataParallelTime:
         """The data axis of one stage whose operators' backward takes ``backward_s`` a micro-batch: the runtime sums
-        gradients beside the backward that makes them, and gathers with nothing beside. What a layer recomputes could
-        hide some too, and is taken to hide none."""
+        gradients beside the backward that makes them, and gathers with nothing beside. What a layer recomputes, and
+        the collectives that a tensor rank waits for, could hide some too, and are taken to hide none; a send that is in
+        flight on the same links leaves less room."""
         return data_parallel_time(
             self.cluster,
             strategy=self.strategy,
@@ -408,6 +421,7 @@ class Tables:
             gradient_bytes=trainable * self.recipe.gradients,
             layers=layers,
             backward_s=backward_s,
+            backward_held=self.sent,
             prefetch=False,
         )
 

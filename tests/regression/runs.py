@@ -31,6 +31,7 @@ from autoplan.cost_models.compute import (
     recompute_s,
     routing_s,
 )
+from autoplan.cost_models.contention import Held, held_by_dispatch, held_by_layer, held_by_ring, held_by_send
 from autoplan.cost_models.data_parallel import DataParallelTime, data_parallel_time
 from autoplan.cost_models.memory import count_elements, recipe
 from autoplan.cost_models.schedule import simulate
@@ -218,14 +219,15 @@ def predict_step_s(run: Run) -> float:
 def _pipeline_s(run: Run) -> float:
     stages = split_stages(run)
     times = [_stage_time(run, kinds) for kinds in stages]
-    shares = [_data_time(run, kinds, time) for kinds, time in zip(stages, times, strict=True)]
-    tails = [share.step_s + _optimizer_s(run, kinds) for share, kinds in zip(shares, stages, strict=True)]
     pipeline = run.strategy.pipeline
     width = run.strategy.data * run.strategy.tensor
     # Megatron sends each tensor rank's part and gathers it over NVLink (Narayanan et al. 2021, section 4.1).
     parts = run.shape.spread if run.source in WHOLE_SENDS else run.strategy.tensor
     row = 2.0 * run.strategy.micro_batch_size * run.shape.seq * run.shape.hidden / parts
     sends = [boundary_send_s(run.cluster, row, stage=s, distance=width) for s in range(pipeline - 1)]
+    sent = held_by_send(run.cluster, run.virtual * max(sends, default=0.0), distance=width)
+    shares = [_data_time(run, kinds, time, sent) for kinds, time in zip(stages, times, strict=True)]
+    tails = [share.step_s + _optimizer_s(run, kinds) for share, kinds in zip(shares, stages, strict=True)]
     if run.virtual > 1:
         return _interleaved_s(run, times, sends) + max(tails)
     added = [_accumulation_s(run, kinds) for kinds in stages]
@@ -314,16 +316,22 @@ def _again_s(run: Run, kind: LayerKind, policy: str) -> float:
     return seconds
 
 
-def _data_time(run: Run, kinds: list[LayerKind], time: OperatorTime) -> DataParallelTime:
-    """Experts are replicated over the ranks that share no expert axis, which lies over tensor and data."""
+def _data_time(run: Run, kinds: list[LayerKind], time: OperatorTime, sent: Held) -> DataParallelTime:
+    """Experts are replicated over the ranks that share no expert axis, which lies over tensor and data. Their gradients
+    find the links taken by the others' too."""
     routed: float = sum(p.elements for kind in kinds for p in kind.parameters if p.role == "experts")
-    whole = _synchronisation(run, kinds, time, elements=count_elements(kinds).total - routed, strategy=run.strategy)
+    strategy, taken = run.strategy, _held(run, kinds, sent)
+    elements = count_elements(kinds).total - routed
+    whole = _synchronisation(run, kinds, time, elements=elements, strategy=strategy, taken=taken)
     if not routed:
         return whole
     spread = run.mixture.parallel if run.mixture else 1
-    copies = run.strategy.data * run.strategy.tensor // spread
-    apart = dataclasses.replace(run.strategy, data=copies, tensor=spread)
-    experts = _synchronisation(run, kinds, time, elements=routed, strategy=apart)
+    copies = strategy.data * strategy.tensor // spread
+    apart = dataclasses.replace(strategy, data=copies, tensor=spread)
+    sent_bytes = (strategy.data - 1) / strategy.data * run.gradient_bytes * elements
+    beside = held_by_ring(run.cluster, Group(size=strategy.data, stride=strategy.tensor), sent_bytes)
+    taken = (taken[0], taken[1] + beside)
+    experts = _synchronisation(run, kinds, time, elements=routed, strategy=apart, taken=taken)
     return DataParallelTime(
         forward_s=whole.forward_s + experts.forward_s,
         backward_s=whole.backward_s + experts.backward_s,
@@ -331,8 +339,34 @@ def _data_time(run: Run, kinds: list[LayerKind], time: OperatorTime) -> DataPara
     )
 
 
+def _held(run: Run, kinds: list[LayerKind], sent: Held) -> tuple[Held, Held]:
+    """What the other axes hold of the links in a forward and in a backward, hidden behind products or not."""
+    cluster, strategy, samples = run.cluster, run.strategy, run.strategy.micro_batch_size
+    forward = backward = sent
+    priced: dict[int, tuple[Held, Held]] = {}
+    for kind in kinds:
+        if id(kind) not in priced:
+            ahead, back = held_by_layer(kind, cluster, degree=strategy.tensor, micro_batch=samples)
+            if run.recompute == "full":
+                back += ahead
+            if run.mixture is not None and len(kind.operators) > 5:
+                group, row_bytes = Group(size=run.mixture.parallel, stride=1), kind.input_bytes * samples
+                once = held_by_dispatch(cluster, group, row_bytes, topk=run.mixture.topk)
+                ahead, back = ahead + once + once, back + once + once
+            priced[id(kind)] = ahead, back
+        ahead, back = priced[id(kind)]
+        forward, backward = forward + ahead, backward + back
+    return forward, backward
+
+
 def _synchronisation(
-    run: Run, kinds: list[LayerKind], time: OperatorTime, *, elements: float, strategy: Strategy
+    run: Run,
+    kinds: list[LayerKind],
+    time: OperatorTime,
+    *,
+    elements: float,
+    strategy: Strategy,
+    taken: tuple[Held, Held],
 ) -> DataParallelTime:
     return data_parallel_time(
         run.cluster,
@@ -342,6 +376,8 @@ def _synchronisation(
         layers=len(kinds),
         forward_s=time.forward_s,
         backward_s=time.backward_s,
+        forward_held=taken[0],
+        backward_held=taken[1],
         software=run.software,
     )
 
