@@ -9,31 +9,30 @@ axis. torch is imported only when something needs it.
 
 from __future__ import annotations
 
+import sys
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-import autoplan.plan  # noqa: F401  first, so that the function of that name below is what the package shows
-from autoplan.cluster import Cluster, Device, Link
-from autoplan.errors import (
-    AutoplanError,
-    CaptureError,
-    ClusterError,
-    InfeasibleError,
-    ModelError,
-    PlanFileError,
-    RuntimeFault,
-    StrategyError,
-    VerifyError,
-)
-from autoplan.plan import Plan, Stage, Strategy
-
-from autoplan.api import compile, plan, predict  # isort: skip
-from autoplan.questions import compare, fit, min_gpus  # isort: skip
-from autoplan.verification import verify  # isort: skip
-
 if TYPE_CHECKING:
+    from autoplan.api import compile, plan, predict
+    from autoplan.cluster import Cluster, Device, Link
+    from autoplan.errors import (
+        AutoplanError,
+        CaptureError,
+        ClusterError,
+        InfeasibleError,
+        ModelError,
+        PlanFileError,
+        RuntimeFault,
+        StrategyError,
+        VerifyError,
+    )
+    from autoplan.plan import Plan, Stage, Strategy
+    from autoplan.questions import compare, fit, min_gpus
     from autoplan.runtime.checkpoints import Checkpoints
     from autoplan.runtime.launch import launch
     from autoplan.runtime.program import Program
+    from autoplan.verification import verify
 
 __version__ = "0.1.0"
 
@@ -66,13 +65,39 @@ __all__ = [
 ]
 
 
-def __getattr__(name: str) -> Any:
-    if name in ("Checkpoints", "Program", "launch"):
-        import autoplan.runtime
+# Loaded on first use: `autoplan --help` and `import autoplan` in a script's every rank start at once.
+_HOMES = {
+    "api": ("compile", "plan", "predict"),
+    "cluster": ("Cluster", "Device", "Link"),
+    "errors": tuple(name for name in __all__ if name.endswith(("Error", "Fault"))),
+    "plan": ("Plan", "Stage", "Strategy"),
+    "questions": ("compare", "fit", "min_gpus"),
+    "runtime": ("Checkpoints", "Program", "launch"),
+    "verification": ("verify",),
+}
+_HOME = {name: home for home, names in _HOMES.items() for name in names}
 
-        return getattr(autoplan.runtime, name)
-    raise AttributeError(f"module 'autoplan' has no attribute {name!r}")
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module 'autoplan' has no attribute {name!r}")
+    from importlib import import_module
+
+    found = getattr(import_module(f"autoplan.{_HOME[name]}"), name)
+    globals()[name] = found
+    return found
 
 
 def __dir__() -> list[str]:
     return sorted(__all__)
+
+
+class _Package(ModuleType):
+    """This package, whose ``plan`` is the function: importing the module of that name leaves it so."""
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if not (name == "plan" and isinstance(value, ModuleType)):
+            super().__setattr__(name, value)
+
+
+sys.modules[__name__].__class__ = _Package

@@ -6,43 +6,61 @@ import os
 import sys
 import traceback
 from collections.abc import Sequence
+from importlib import import_module
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from typer.core import TyperGroup
+from typer.core import TyperCommand, TyperGroup
+from typer.main import get_command
 
-import autoplan
-from autoplan.cli import (
-    calibrate,
-    clusters,
-    compare,
-    diff,
-    doctor,
-    emit,
-    explain,
-    export,
-    fit,
-    import_,
-    min_gpus,
-    models,
-    plan,
-    predict,
-    report,
-    run,
-    show,
-    simulate,
-    verify,
-)
 from autoplan.cli.console import error_line
 from autoplan.errors import AutoplanError
 
 FAULT = 3
 TRACEBACK_VARIABLE = "AUTOPLAN_TRACEBACK"
+# What `autoplan --help` lists: each command's first paragraph, here so that the list costs no import of the commands.
+SUMMARIES = {
+    "plan": "Find the fastest plan that fits, and prove it.",
+    "predict": "Predict a given strategy; a key left out takes the value that costs least.",
+    "fit": "Say whether a model fits, and with how much memory to spare.",
+    "min-gpus": "Find the fewest GPUs of a kind that hold a model.",
+    "compare": (
+        "Show the best plan of each family: one GPU, data, sharded state, pipeline, tensor and their combinations."
+    ),
+    "explain": "Say what a plan splits, what that costs, why the alternatives lost and what would change the decision.",
+    "show": "Print a plan file as `autoplan plan` printed it.",
+    "simulate": "Trace one step of a plan: open the file at https://ui.perfetto.dev.",
+    "report": "Write a plan as one HTML page that needs no network: to read, to print, to attach.",
+    "diff": "Say what B decides otherwise than A, and what that does to time and memory.",
+    "verify": "Check a plan's program against the single process, on this machine's CPU.",
+    "emit": "Write the plan's program as readable Python that needs only torch: `torchrun train.py` trains it.",
+    "export": "Write a plan as another tool's configuration, and say what that tool cannot express of it.",
+    "import": "Read another tool's configuration as a strategy, for `predict --strategy` or `plan --strategy`.",
+    "run": "Run a script under torchrun, one process a GPU. What follows `--` goes to the script untouched.",
+    "models": "List the presets and where their figures come from.",
+    "clusters": "List the GPU kinds known, with the figures plans are made from.",
+    "doctor": "Check versions, GPUs, solvers and that processes start and talk to each other.",
+    "calibrate": "Measure this machine's operators and links, and fit the figures that plans are made from.",
+}
+_SETTINGS: dict[str, dict[str, Any]] = {
+    "run": {"allow_extra_args": True, "ignore_unknown_options": True, "allow_interspersed_args": True}
+}
 
 
 class Application(TyperGroup):
-    """A group whose errors all end as ``error: ...`` lines on stderr and a meaningful exit code."""
+    """A group whose errors all end as ``error: ...`` lines on stderr and a meaningful exit code.
+
+    Its commands are listed by name and summary; the one that is meant is imported.
+    """
+
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(**settings)
+        self.commands = {name: TyperCommand(name=name, help=summary) for name, summary in SUMMARIES.items()}
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        name, command, rest = super().resolve_command(ctx, args)
+        return name, command_called(name) if name in SUMMARIES else command, rest
 
     def main(
         self,
@@ -60,6 +78,15 @@ class Application(TyperGroup):
         sys.exit(code if isinstance(code, int) else 0)
 
 
+def command_called(name: str) -> Any:
+    """The command, from the file of its name."""
+    file = "import_" if name == "import" else name.replace("-", "_")
+    function = getattr(import_module(f"autoplan.cli.{file}"), file)
+    alone = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+    alone.command(name, context_settings=_SETTINGS.get(name))(function)
+    return get_command(alone)
+
+
 def _report(error: Exception) -> int:
     """Print ``error`` for a person and return the exit code."""
     if isinstance(error, AutoplanError):
@@ -67,6 +94,8 @@ def _report(error: Exception) -> int:
         _trace_if_wanted(error)
         return error.exit_code
     if hasattr(error, "format_message"):  # typer's usage errors: unknown options, missing arguments
+        if not error.format_message():  # `autoplan` alone: the help has been printed
+            return 2
         context = getattr(error, "ctx", None)
         command = context.command_path if context is not None else "autoplan"
         error_line(f"{error.format_message()}\n  try:   {command} --help")
@@ -92,6 +121,8 @@ def _trace_if_wanted(error: Exception) -> None:
 
 def _show_version(wanted: bool) -> None:
     if wanted:
+        import autoplan
+
         typer.echo(f"autoplan {autoplan.__version__}")
         raise typer.Exit
 
@@ -116,24 +147,3 @@ application = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-application.command("plan")(plan.plan)
-application.command("predict")(predict.predict)
-application.command("fit")(fit.fit)
-application.command("min-gpus")(min_gpus.min_gpus)
-application.command("compare")(compare.compare)
-application.command("explain")(explain.explain)
-application.command("show")(show.show)
-application.command("simulate")(simulate.simulate)
-application.command("report")(report.report)
-application.command("diff")(diff.diff)
-application.command("verify")(verify.verify)
-application.command("emit")(emit.emit)
-application.command("export")(export.export)
-application.command("import")(import_.import_)
-application.command(
-    "run", context_settings={"allow_extra_args": True, "ignore_unknown_options": True, "allow_interspersed_args": True}
-)(run.run)
-application.command("models")(models.models)
-application.command("clusters")(clusters.clusters)
-application.command("doctor")(doctor.doctor)
-application.command("calibrate")(calibrate.calibrate)
