@@ -95,8 +95,9 @@ def _strategy(plan: Plan) -> Iterator[Problem]:
             yield f"{where}.zero_stage", f"{strategy.zero_stage} is not one of {_ZERO_STAGES}"
         if strategy.schedule not in _SCHEDULES:
             yield f"{where}.schedule", f"{strategy.schedule!r} is not one of {', '.join(_SCHEDULES)}"
-        if strategy.data % strategy.expert:
-            yield f"{where}.expert", f"{strategy.expert} does not divide data = {strategy.data}"
+        if strategy.data * strategy.context % strategy.expert:
+            axes = "data" if strategy.context == 1 else "data x context"
+            yield f"{where}.expert", f"{strategy.expert} does not divide {axes} = {strategy.data * strategy.context}"
     if plan.certificate.status not in _STATUSES:
         yield "certificate.status", f"{plan.certificate.status!r} is not one of {', '.join(_STATUSES)}"
 

@@ -2,8 +2,8 @@
 
 Imports nothing of ours but the error family and the check that a plan's parts agree. A *data* axis splits the batch, a
 *tensor* axis splits matrices, a *pipeline* axis splits layers. Rank order is fixed here, because the cost models'
-placement of axes on the hierarchy and the runtime's groups must agree: tensor is innermost (nearest links), then data,
-then pipeline.
+placement of axes on the hierarchy and the runtime's groups must agree: tensor is innermost (nearest links), then
+context, then data, then pipeline.
 A plan file holds no clock and no host: equal inputs give equal bytes.
 """
 
@@ -35,6 +35,7 @@ class Coordinates(NamedTuple):
     pipeline: int
     data: int
     tensor: int
+    context: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,7 +63,7 @@ class Strategy:
 
     @property
     def gpus(self) -> int:
-        """GPUs that the plan uses (expert parallelism lives inside the data axis)."""
+        """GPUs that the plan uses (expert parallelism lives inside data and context)."""
         return self.data * self.tensor * self.pipeline * self.context
 
     @property
@@ -85,12 +86,19 @@ class Strategy:
 
     def coordinates(self, rank: int) -> Coordinates:
         """Mesh coordinates of ``rank``; ``rank`` must be below ``gpus``."""
-        stage, rest = divmod(rank, self.data * self.tensor)
-        return Coordinates(stage, *divmod(rest, self.tensor))
+        stage, rest = divmod(rank, self.data * self.context * self.tensor)
+        replica, tensor = divmod(rest, self.tensor)
+        data, context = divmod(replica, self.context)
+        return Coordinates(stage, data, tensor, context)
 
     def rank(self, at: Coordinates) -> int:
         """Inverse of :meth:`coordinates`."""
-        return (at.pipeline * self.data + at.data) * self.tensor + at.tensor
+        return ((at.pipeline * self.data + at.data) * self.context + at.context) * self.tensor + at.tensor
+
+    @property
+    def over_replicas(self) -> Strategy:
+        """The same ranks with one axis of all that hold the same weights, data and context, in place of data."""
+        return dataclasses.replace(self, data=self.data * self.context, context=1)
 
     def describe(self) -> str:
         """Short name such as ``data 2 x tensor 4, ZeRO-1``."""

@@ -154,7 +154,7 @@ def restored(problem: Problem, plan: Plan, degree: int) -> Plan:
     """The plan about slices in the terms of ``problem``."""
     strategy = dataclasses.replace(plan.strategy, data=plan.strategy.data // degree, context=degree)
     rows = [row for row in plan.axes if row.name != "data"]
-    at = next((i for i, row in enumerate(rows) if row.name == "tensor"), len(rows))
+    at = next((i for i, row in enumerate(rows) if row.name in ("expert", "tensor")), len(rows))
     data = [dataclasses.replace(row, degree=strategy.data) for row in plan.axes if row.name == "data"]
     rows[at:at] = [*(data if strategy.data > 1 else ()), _axis(problem, plan, degree)]
     return dataclasses.replace(

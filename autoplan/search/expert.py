@@ -1,7 +1,7 @@
 """Expert parallelism, priced: the ranks of the axis hold a share of every layer's experts each.
 
-The axis lies inside the data axis: ranks go on with their own samples, and only a layer's experts are spread. So a
-layer under it is the same layer with
+The axis lies inside the data axis, together with the context axis where there is one: ranks go on with their own
+samples or slices of them, and only a layer's experts are spread. So a layer under it is the same layer with
 
 - 1 / degree of its experts and of their parameters, whose products see as many rows, of all the axis's ranks;
 - an all-to-all before the experts and one after, forward, and two more backward. Everyone waits for the busiest rank,
@@ -16,6 +16,7 @@ search takes all parameters alike when it looks for stages; the plan's stages ar
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Sequence
 
 from autoplan.cost_models.communication import Group, group_on, tensor_time
@@ -47,8 +48,12 @@ def expert_degree(problem: Problem) -> int:
     return int(text) if text.isdigit() and not isinstance(value, bool) else 1
 
 
-def spread(problem: Problem, degree: int) -> Problem:
-    """The question with a share of the experts on every rank. Raises :class:`StrategyError` where they don't divide."""
+def spread(problem: Problem, degree: int, *, context: int = 1) -> Problem:
+    """The question with a share of the experts on every rank. Raises :class:`StrategyError` where they don't divide.
+
+    ``context``: where the question is about slices (:mod:`autoplan.search.context`), how many make a sample. The data
+    axis is then that of the slices, and the expert axis lies inside data and context together, context innermost.
+    """
     counts = {op.gemm.groups for kind in problem.layers.kinds for op in _products(kind) if op.gemm is not None}
     marked = any(parameter.expert for kind in problem.layers.kinds for parameter in kind.parameters)
     if not counts or not marked:
@@ -68,13 +73,25 @@ def spread(problem: Problem, degree: int) -> Problem:
     forced.pop("expert")
     data = forced.get("data")
     if isinstance(data, int | str) and str(data).isdigit() and int(data) % degree:
+        within = f"the data axis, and data {data}"
+        if context > 1:
+            within = f"the data and context axes, and data {int(data) // context} x context {context}"
         raise StrategyError(
-            f"expert {degree} lies inside the data axis, and data {data} is no multiple of it",
+            f"expert {degree} lies inside {within} is no multiple of it",
             where="strategy keys `data`, `expert`",
-            legal=f"data {degree}, {2 * degree}, ...",
+            legal=", ".join(f"data {times * degree // math.gcd(degree, context)}" for times in (1, 2)) + ", ...",
         )
-    if data is None and "data" not in ranges:
-        ranges["data"] = Range(among=tuple(d for d in divisors(problem.cluster.gpus) if d % degree == 0))
+    if data is None and ("data" not in ranges or context > 1):
+        possible = ranges["data"].among if context > 1 else divisors(problem.cluster.gpus)
+        among = tuple(d for d in possible if d % degree == 0)
+        if not among:
+            raise StrategyError(
+                f"expert {degree} divides no {'data axis' if context == 1 else f'data x context {context}'} of the "
+                f"{problem.cluster.gpus} GPUs of {problem.cluster.spec}",
+                where="strategy key `expert`",
+                legal=", ".join(map(str, sorted({e for d in possible for e in divisors(d) if e in shared}))),
+            )
+        ranges["data"] = Range(among=among)
     return dataclasses.replace(
         problem,
         layers=dataclasses.replace(

@@ -40,6 +40,8 @@ def search(problem: Problem, *, time_limit_s: float | None = None, solver: Solve
     ``time_limit_s`` the best plan found by then is returned and its certificate says what is not proven. ``solver``:
     "HiGHS", "CBC", None for the exact dynamic program alone, "auto" for the first that is installed.
     """
+    if max(context_degree(problem), expert_degree(problem)) > 1:  # forced, as they are not searched
+        return _predicted(problem, solver)
     return _answer(problem, time_limit_s, solver, tolerance=TOLERANCE)
 
 
@@ -69,16 +71,15 @@ def _predicted(problem: Problem, solver: SolverName | str | None) -> Plan:
             legal="1 on a cluster of several kinds",
             attempt=f"plan for one of its groups: {', '.join(group.name for group in problem.cluster.groups)}",
         )
-    if context > 1 and expert > 1:
-        raise StrategyError(
-            f"context {context} and expert {expert} together are not priced yet",
-            where="strategy keys `context`, `expert`",
-            legal="one of them at 1",
-        )
     if context > 1:
-        return restored(problem, _answer(sliced(problem, context), None, solver, tolerance=0.0), context)
+        slices = sliced(problem, context)
+        return restored(problem, _with_experts(slices, expert, solver, context=context), context)
+    return _with_experts(problem, expert, solver)
+
+
+def _with_experts(problem: Problem, expert: int, solver: SolverName | str | None, *, context: int = 1) -> Plan:
     if expert > 1:
-        return respread(problem, _fitting(spread(problem, expert), solver))
+        return respread(problem, _fitting(spread(problem, expert, context=context), solver))
     return _answer(problem, None, solver, tolerance=0.0)
 
 

@@ -105,6 +105,36 @@ def test_the_plan_reads_back() -> None:
     assert Plan.from_json(plan.to_json()) == dataclasses.replace(plan, seconds={})
 
 
+def test_beside_a_context_axis_experts_are_spread_over_its_ranks_too() -> None:
+    """Slices of samples go to experts on the ranks of both axes, the context axis's the nearest."""
+    keys = {"tensor": 1, "pipeline": 1, "micro_batch_size": 1, "zero_stage": 1, "expert": 8}
+    plan = predict(problem(data=4, context=4, **keys))
+    strategy = plan.strategy
+    assert (strategy.data, strategy.context, strategy.expert, strategy.gpus) == (4, 4, 8, 16)
+    assert [axis.name for axis in plan.axes] == ["data", "context", "expert"]
+    assert strategy.global_batch == plan.global_batch == 32
+    elements = count_elements([problem().layers.kinds[one.kind] for one in problem().layers.layers])
+    dense, experts = elements.total - elements.expert, elements.expert
+    terms = plan.stages[0].memory_terms
+    assert terms["weights"] == pytest.approx(2 * (dense + experts / 8))
+    assert terms["optimizer_state"] == pytest.approx(8 * (dense / 16 + experts / 8 / 2))
+    row = next(axis for axis in plan.axes if axis.name == "expert")
+    each = 4 * all_to_all_s(Cluster.parse("2x8xH100"), Group(size=8, stride=1), SKEW * MIXTURE.topk * ROW / 4)
+    assert row.exposed_s == pytest.approx(strategy.micro_batches * SHAPE.layers * each, rel=1e-3)
+    assert Plan.from_json(plan.to_json()) == dataclasses.replace(plan, seconds={})
+
+
+def test_slices_on_more_ranks_cost_what_more_samples_on_them_do() -> None:
+    """With the same GPUs, a context axis adds its keys' and values' transfers, and takes as much data axis away."""
+    keys = {"tensor": 1, "pipeline": 1, "micro_batch_size": 1, "zero_stage": 1, "expert": 8}
+    without, beside = predict(problem(data=16, **keys)), predict(problem(data=8, context=2, **keys))
+    assert beside.predicted.peak_memory_bytes < without.predicted.peak_memory_bytes
+    assert beside.predicted.step_time_s > without.predicted.step_time_s
+    free = predict(problem(context=2, expert=8))
+    assert free.strategy.data * 2 % 8 == 0
+    assert free.strategy.context == 2
+
+
 def test_it_fits_where_whole_experts_do_not() -> None:
     keys = {**FIXED, "zero_stage": 1, "recompute": "none"}
     whole = predict(problem(**keys)).predicted.peak_memory_bytes
@@ -120,7 +150,9 @@ def test_it_fits_where_whole_experts_do_not() -> None:
     [
         ({"expert": 3}, "16 experts"),
         ({"expert": 8, "data": 4}, "no multiple"),
-        ({"expert": 2, "context": 2}, "together"),
+        ({"expert": 8, "context": 2, "data": 2}, "context axes, and data 2 x context 2 is no multiple"),
+        ({"expert": 16, "cluster": "1x8xH100"}, "divides no data axis of the 8 GPUs"),
+        ({"expert": 16, "context": 2, "cluster": "1x8xH100"}, "divides no data x context 2"),
         ({"expert": 2, "dense": True}, "no experts"),
     ],
 )
