@@ -34,6 +34,7 @@ from autoplan.runtime.faults import CheckpointError, RankFault
 from autoplan.runtime.launch import WRITER_NAME, group_timeout
 from autoplan.runtime.optimizer_state import load_state, merged, state_of
 from autoplan.runtime.program import Program
+from autoplan.runtime.progress import WATCH
 from autoplan.runtime.stored import Part
 
 if TYPE_CHECKING:
@@ -134,11 +135,13 @@ class Checkpoints:
         from autoplan.runtime.distributed_file import write
 
         try:
-            self._together(directory, lambda: files.begin(directory) if self._rank == 0 else None)
-            write(files.part_of(directory), parts, self._group)
-            self._together(directory, lambda: self._measure(directory))
-            every = self._gather((self._measured, mine))
-            self._together(directory, lambda: self._finish(directory, training, every) if self._rank == 0 else None)
+            with WATCH.writer.during("checkpoint", step=training["step"]):
+                self._together(directory, lambda: files.begin(directory) if self._rank == 0 else None)
+                write(files.part_of(directory), parts, self._group)
+                self._together(directory, lambda: self._measure(directory))
+                every = self._gather((self._measured, mine))
+                first = self._rank == 0
+                self._together(directory, lambda: self._finish(directory, training, every) if first else None)
         except CheckpointError as error:
             self._failure = error
         except BaseException as error:

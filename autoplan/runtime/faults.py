@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import traceback
-from types import TracebackType
+from collections.abc import Iterable
+from types import FrameType, TracebackType
 
 from torch.fx import GraphModule, Node
 
@@ -78,16 +79,53 @@ def action_fault(
     )
 
 
+def hang_fault(
+    what: str,
+    *,
+    frames: list[tuple[FrameType, int]],
+    rank: int,
+    step: int,
+    stage: int | None,
+    micro_batch: int | None,
+    action: str,
+    graph_module: GraphModule | None,
+) -> RankFault:
+    """A rank that hangs in ``frames``, outermost first; ``{operator}`` in ``what`` is replaced by the node it is in."""
+    node = _node_in(graph_module, frames) if graph_module is not None else None
+    operator = f", operator `{node.name}` ({node.target})" if node is not None else ""
+    return RankFault(
+        what.format(operator=operator),
+        rank=rank,
+        step=step,
+        stage=stage,
+        micro_batch=micro_batch,
+        action=action,
+        traceback_text="It is at (most recent call last):\n"
+        + "".join(traceback.StackSummary.extract(iter(frames)).format()),
+        where=node_line(node) if node is not None else "",
+        attempt="a longer patience, where it only is slow: AUTOPLAN_TIMEOUT_S=600",
+    )
+
+
+def frames_of(innermost: FrameType) -> list[tuple[FrameType, int]]:
+    """A running thread's frames and lines, outermost first."""
+    return list(traceback.walk_stack(innermost))[::-1]
+
+
 def failing_node(graph_module: GraphModule, trace: TracebackType | None) -> Node | None:
     """The node whose generated line raised, of a recomputed graph within where it was there, or None where the failure
     is not in the graph's own code."""
+    return _node_in(graph_module, traceback.walk_tb(trace))
+
+
+def _node_in(graph_module: GraphModule, frames: Iterable[tuple[FrameType, int]]) -> Node | None:
     modules = {
         getattr(type(module).forward, "__code__", None): module
         for module in graph_module.modules()
         if isinstance(module, GraphModule)
     }
     found: Node | None = None
-    for frame, line in traceback.walk_tb(trace):
+    for frame, line in frames:
         module = modules.get(frame.f_code)
         if module is not None:
             lines: dict[int, int] = getattr(module, "_lineno_map", None) or {}

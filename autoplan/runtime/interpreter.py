@@ -25,6 +25,7 @@ from autoplan.passes.split_stages import StageGraph, Value
 from autoplan.passes.weight_gradients import WeightGradients, putting_aside
 from autoplan.runtime.collectives import Channels
 from autoplan.runtime.faults import RankFault, action_fault
+from autoplan.runtime.progress import WATCH
 from autoplan.schedules import Action
 
 _WORDS = {"F": "forward", "B": "backward", "I": "backward", "W": "weight gradients"}
@@ -140,6 +141,8 @@ class RankInterpreter:
 
     @contextmanager
     def _naming(self, step: int, stage: int, micro_batch: int | None, action: str) -> Any:
+        graph = self.chunks[stage].stage.graph_module
+        WATCH.main.mark(action, step=step, stage=stage, micro_batch=micro_batch, graph=graph)
         try:
             yield
         except RankFault:
@@ -152,7 +155,7 @@ class RankInterpreter:
                 stage=stage,
                 micro_batch=micro_batch,
                 action=action,
-                graph_module=self.chunks[stage].stage.graph_module,
+                graph_module=graph,
             ) from error
 
     # --------------------------------------------------------------------------------------------------------- forward

@@ -17,15 +17,18 @@ import multiprocessing
 import multiprocessing.connection
 import os
 import pickle
+import shutil
 import signal
 import socket
 import sys
+import tempfile
 import threading
 import time
 import traceback
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -33,10 +36,13 @@ import torch.distributed as dist
 
 from autoplan.errors import AutoplanError, StrategyError
 from autoplan.runtime.faults import RankFault, is_peer_failure
+from autoplan.runtime.progress import DIRECTORY_VARIABLE, WATCH, last_place
 
 CPU_TIMEOUT_S = 60.0  # how long a rank waits for another before it gives up
 CUDA_TIMEOUT_S = 600.0  # a first step compiles kernels and fills caches, unevenly over the ranks
 GRACE_S = 1.5  # after a failure: how long to wait for the report of the rank that really failed
+LOOK_S = 1.0  # how often to look for stopped ranks
+STOPPED_LOOKS = 5  # after how many looks in a row a stopped rank is a fault
 LEAVE_S = 5.0  # between asking a process to leave and killing it
 WRITER_NAME = "autoplan-checkpoint"  # threads that a rank which has done its work waits for
 _TIMEOUT_VARIABLE = "AUTOPLAN_TIMEOUT_S"
@@ -111,6 +117,7 @@ def launch(
     port = listener.getsockname()[1]
     context: Any = multiprocessing.get_context("fork" if device == "cpu" else "spawn")
     workers: list[_Worker] = []
+    progress = tempfile.mkdtemp(prefix="autoplan-")  # where ranks say what they do
     try:
         for rank in range(gpus):
             here, there = context.Pipe(duplex=False)
@@ -121,6 +128,7 @@ def launch(
                 listener=listener.fileno() if device == "cpu" and rank == 0 else None,
                 device=device,
                 timeout_s=seconds,
+                progress=progress,
             )
             process = context.Process(target=_work, args=(seat, there, fn, args), name=f"autoplan-rank-{rank}")
             if rank == 0 and device != "cpu":
@@ -128,10 +136,11 @@ def launch(
             process.start()
             there.close()  # later children must not inherit it, else a dead rank's pipe never ends
             workers.append(_Worker(rank=rank, process=process, connection=here))
-        return _collect(workers, deadline_s)
+        return _collect(workers, deadline_s, Path(progress))
     finally:
         listener.close()
         _stop(workers)
+        shutil.rmtree(progress, ignore_errors=True)
 
 
 def _check_importable(fn: Callable[..., Any]) -> None:
@@ -177,10 +186,17 @@ class _Seat:
     listener: int | None
     device: str
     timeout_s: float
+    progress: str
 
 
 def _work(seat: _Seat, connection: Connection, fn: Callable[..., Any], args: tuple[Any, ...]) -> None:
     code = 0
+
+    def report_hang(fault: RankFault) -> None:
+        connection.send(("error", pickle.dumps(fault)))
+        os._exit(3)
+
+    WATCH.report = report_hang
     try:
         _take_seat(seat)
         _own_memory(args)
@@ -208,6 +224,7 @@ def _take_seat(seat: _Seat) -> None:
         AUTOPLAN_DEVICE=seat.device,
     )
     os.environ[_TIMEOUT_VARIABLE] = str(seat.timeout_s)
+    os.environ[DIRECTORY_VARIABLE] = seat.progress
     timeout = datetime.timedelta(seconds=seat.timeout_s)
     store = dist.TCPStore(
         "127.0.0.1",
@@ -274,15 +291,16 @@ class _Worker:
     connection: Connection
     result: Any = None
     done: bool = False
+    stopped: StopClock = field(default_factory=lambda: StopClock())
 
 
-def _collect(workers: list[_Worker], deadline_s: float | None) -> list[Any]:
+def _collect(workers: list[_Worker], deadline_s: float | None, progress: Path) -> list[Any]:
     end = time.monotonic() + deadline_s if deadline_s else None
     failures: list[AutoplanError] = []
     while any(not worker.done for worker in workers):
         if failures and end is not None and time.monotonic() >= end:
             break
-        _take_reports(workers, failures, end)
+        _take_reports(workers, failures, end, progress)
         if failures and (end is None or end > time.monotonic() + GRACE_S):
             end = time.monotonic() + GRACE_S
         if not failures and end is not None and time.monotonic() >= end:
@@ -292,14 +310,14 @@ def _collect(workers: list[_Worker], deadline_s: float | None) -> list[Any]:
                 attempt="a larger deadline_s, or look for a rank that waits for itself",
             )
     if failures:
-        raise _first_cause(failures)
+        raise first_cause(failures)
     return [worker.result for worker in workers]
 
 
-def _take_reports(workers: list[_Worker], failures: list[AutoplanError], end: float | None) -> None:
-    """Wait for the next reports, or the end of the patience, and note them."""
+def _take_reports(workers: list[_Worker], failures: list[AutoplanError], end: float | None, progress: Path) -> None:
+    """Wait a while, at most to the end of the patience, for the next reports, and note them; look for the stopped."""
     busy = {worker.connection: worker for worker in workers if not worker.done}
-    patience = None if end is None else max(0.0, end - time.monotonic())
+    patience = LOOK_S if end is None else max(0.0, min(LOOK_S, end - time.monotonic()))
     sentinels = {worker.process.sentinel: worker for worker in busy.values()}
     ready = multiprocessing.connection.wait([*busy, *sentinels], timeout=patience)
     for worker in {id(w): w for w in (busy.get(r) or sentinels[r] for r in ready)}.values():  # type: ignore[call-overload]
@@ -313,26 +331,45 @@ def _take_reports(workers: list[_Worker], failures: list[AutoplanError], end: fl
         elif kind == "error":
             failures.append(pickle.loads(content))
         else:
-            failures.append(_lost(worker))
+            worker.process.join(LEAVE_S)
+            failures.append(lost(worker.rank, worker.process.exitcode, progress))
+    if not ready:
+        for worker in busy.values():
+            if worker.stopped.seen(worker.process.pid):
+                failures.append(lost(worker.rank, None, progress))
 
 
-def _lost(worker: _Worker) -> RankFault:
-    worker.process.join(LEAVE_S)
-    code = worker.process.exitcode
-    how = (
-        f"was killed by {signal.Signals(-code).name}"
-        if code is not None and code < 0
-        else f"left with exit code {code}"
-    )
+class StopClock:
+    """Whether a process has been stopped (SIGSTOP) at several looks in a row, which a mere job control is not."""
+
+    def __init__(self) -> None:
+        self._seen, self.stopped = 0, False
+
+    def seen(self, process: int) -> bool:
+        """Look at it, and say whether it has been stopped for long; True once."""
+        try:
+            self.stopped = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] in ("T", "t")
+        except (OSError, IndexError):  # gone, or no Linux
+            self.stopped = False
+        self._seen = self._seen + 1 if self.stopped else 0
+        return self._seen == STOPPED_LOOKS
+
+
+def lost(rank: int, code: int | None, progress: Path) -> RankFault:
+    """A rank that left with ``code`` and said nothing, or that was stopped (None)."""
+    how = "is stopped (SIGSTOP)" if code is None else f"left with exit code {code} and said nothing"
+    if code is not None and code < 0:
+        how = f"was killed by {signal.Signals(-code).name} and said nothing"
+    where = last_place(progress, rank)
     return RankFault(
-        f"rank {worker.rank} {how} and said nothing",
-        rank=worker.rank,
+        f"rank {rank} {how}" + (f"; last seen: {where}" if where else ""),
+        rank=rank,
         action="lost",
-        attempt="out of memory? see the system's log (dmesg)",
+        attempt="" if code is None else "out of memory? see the system's log (dmesg)",
     )
 
 
-def _first_cause(failures: list[AutoplanError]) -> AutoplanError:
+def first_cause(failures: list[AutoplanError]) -> AutoplanError:
     """The failure that the others echo: a lost rank, else the first that does not blame a peer, else the first."""
     lost = [f for f in failures if isinstance(f, RankFault) and f.action == "lost"]
     own = [f for f in failures if not is_peer_failure(f)]
@@ -342,7 +379,10 @@ def _first_cause(failures: list[AutoplanError]) -> AutoplanError:
 def _stop(workers: list[_Worker]) -> None:
     for worker in workers:
         if worker.process.is_alive() and not worker.done:
-            worker.process.terminate()
+            if worker.stopped.stopped:
+                worker.process.kill()  # it does not hear anything else
+            else:
+                worker.process.terminate()
     end = time.monotonic() + LEAVE_S
     for worker in workers:
         worker.process.join(max(0.0, end - time.monotonic()))

@@ -29,6 +29,8 @@ from autoplan.runtime.data_parallel import GradientSync, norm_terms
 from autoplan.runtime.faults import RankFault, action_fault
 from autoplan.runtime.gathered import gradient_sync
 from autoplan.runtime.interpreter import Chunk, MicroBatch, RankInterpreter
+from autoplan.runtime.launch import group_timeout
+from autoplan.runtime.progress import WATCH
 from autoplan.runtime.randomness import Randomness
 from autoplan.runtime.state import FullTensors
 from autoplan.sharding.placements import Copied, Placement, Shard
@@ -47,6 +49,8 @@ class RankPart:
             tied=ownership.tied.values(),
             device=device,
         )
+        if self.mesh.world > 1:
+            WATCH.start(self.mesh.rank, group_timeout(device.type).total_seconds())
         self._ownership = ownership
         self._randomness = Randomness(self.mesh, stages)
         self.sync: GradientSync | None = None
@@ -99,7 +103,7 @@ class RankPart:
             rank=mesh.rank,
             device=device,
             channels=Channels(mesh, values) if strategy.pipeline > 1 else None,
-            communicator=AxisCommunicator(mesh) if strategy.tensor > 1 else None,
+            communicator=AxisCommunicator(mesh) if strategy.tensor * strategy.context > 1 else None,
             around_forward=self._around_forward,
             before_backward=self.sync.before_backward,
         )
@@ -122,13 +126,17 @@ class RankPart:
     def step(self, batch: Any, *, local: bool, step: int) -> float:
         """The loss of the global batch; see :meth:`Program.step`."""
         loss = torch.zeros((), dtype=torch.float64, device=self._device)
-        micro_batches = self._micro_batches(batch, local=local)
+        with WATCH.main.during("gradient synchronisation", step=step):
+            return self._step(loss, self._micro_batches(batch, local=local), step)
+
+    def _step(self, loss: Tensor, micro_batches: list[MicroBatch], step: int) -> float:
         self._randomness.begin_step()
         if self.interpreter is not None and self.sync is not None and self.mesh.at is not None:
             try:
                 self.sync.begin_step()
                 micro_batches = self._with_totals(micro_batches)
                 contribution = self.interpreter.run(self._actions(len(micro_batches)), micro_batches, step=step)
+                WATCH.main.mark("gradient synchronisation", stage=self.mesh.at.pipeline)
                 self.sync.finish_step()
             except RankFault:
                 raise
@@ -168,7 +176,7 @@ class RankPart:
         if local:
             self._require_equal_parts(total)
         else:
-            rows = rows_of_rank(total, self._strategy, self.mesh.at.data if self.mesh.at is not None else 0)
+            rows = rows_of_rank(total, self._strategy, self.mesh.data_index if self.mesh.at is not None else 0)
         fixed = None if self._capture.dynamic_batch else self._capture.batch_size
         sizes = micro_batch_sizes(len(rows), self._strategy, fixed=fixed)
         if self.mesh.at is None:
@@ -195,14 +203,15 @@ class RankPart:
             )
 
     def _with_totals(self, micro_batches: list[MicroBatch]) -> list[MicroBatch]:
-        """Add what each loss term's mean divides by: its weight summed over micro-batches and data ranks."""
+        """Add what each loss term's mean divides by: its weight summed over micro-batches and data ranks. Ranks of one
+        context group count the same, whole samples."""
         if self._weights is None:
             return micro_batches
         names = [spec.placeholder for spec in self._capture.inputs]
         with torch.no_grad():
             parts = [self._weights(*(m.inputs[name] for name in names)) for m in micro_batches]
         weights = torch.stack([torch.stack([w.double() for w in weights]) for weights in parts]).sum(0)
-        totals = self.mesh.sum_over_data(weights)
+        totals = self.mesh.sum_over_data(weights) / self._strategy.context
         by_name = {f"loss_total_{index}": total for index, total in enumerate(totals)}
         chosen = {name: by_name[name].to(dtype) for name, dtype in self._totals.items()}
         return [MicroBatch(samples=m.samples, inputs={**m.inputs, **chosen}) for m in micro_batches]
