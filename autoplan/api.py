@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
+from autoplan import progress
 from autoplan.cluster import Cluster
 from autoplan.consistency import other_model
 from autoplan.errors import ClusterError, ModelError, PlanFileError, StrategyError
@@ -165,6 +166,7 @@ def _answer(verb: str, model: AskedModel, gpus: Gpus, device: str | None, wish: 
 
 def _timed(decide: Callable[[Problem], Plan], problem: Problem, traced: Traced) -> Plan:
     started = time.perf_counter()
+    progress.at(None, "searching")
     answer = decide(problem)
     seconds = {"capture": round(traced.seconds, 3), "search": round(time.perf_counter() - started, 3)}
     return dataclasses.replace(answer, seconds=seconds)

@@ -54,13 +54,24 @@ def result_json(data: Any) -> None:
 
 @contextlib.contextmanager
 def progress(what: str) -> Iterator[None]:
-    """A spinner on stderr while the body runs; nothing where stderr is no terminal."""
+    """A bar on stderr while the body runs, and says how far it is; nothing where stderr is no terminal."""
     console = err()
     if not console.is_terminal:
         yield
         return
-    with console.status(what):
-        yield
+    from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+
+    from autoplan.progress import heard_by
+
+    columns = (SpinnerColumn(), TextColumn("{task.description}", markup=False), BarColumn(20), TimeElapsedColumn())
+    with Progress(*columns, console=console, transient=True) as bar:
+        task = bar.add_task(what, total=None)
+
+        def show(share: float | None, now: str) -> None:
+            bar.update(task, total=None if share is None else 1.0, completed=share or 0.0, description=f"{what}: {now}")
+
+        with heard_by(show):
+            yield
 
 
 def table(*columns: tuple[str, bool]) -> Table:

@@ -1,17 +1,117 @@
-"""``autoplan explain``: a plan in words and tables, and why not less or more."""
+"""``autoplan explain``: a plan in words and tables, why not less or more, and what would change it."""
 
 from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from autoplan.cli import console, options
+from autoplan.errors import AutoplanError
 from autoplan.plan import Plan
 
+if TYPE_CHECKING:
+    from autoplan.what_if import Question
 
-def explain(path: options.PlanFile, json: options.Json = False) -> None:
-    """Say what a plan splits, what that costs, and why the alternatives lost."""
+Operators = Annotated[
+    bool, typer.Option("--operators", help="What each operator takes in a micro-batch; traces the model again.")
+]
+Layer = Annotated[
+    str | None, typer.Option("--layer", metavar="NAME", help="One layer and its operators; traces the model again.")
+]
+WhatIf = Annotated[
+    bool, typer.Option("--what-if", help="Search again: which memory or links would change the decision.")
+]
+Model = Annotated[
+    str | None, typer.Option("--model", metavar="MODEL", help="The model, where its name in the plan is none to build.")
+]
+Gpus = Annotated[
+    str | None, typer.Option("--gpus", metavar="SPEC", help="The cluster, where the plan's is not at hand.")
+]
+Output = Annotated[
+    Path | None, typer.Option("-o", "--output", metavar="FILE", help="With --what-if: write the plan and its answers.")
+]
+
+
+def explain(
+    path: options.PlanFile,
+    operators: Operators = False,
+    layer: Layer = None,
+    what_if: WhatIf = False,
+    model: Model = None,
+    gpus: Gpus = None,
+    output: Output = None,
+    json: options.Json = False,
+) -> None:
+    """Say what a plan splits, what that costs, why the alternatives lost and what would change the decision.
+
+    Example: autoplan explain plan.json
+    """
     plan = Plan.load(path)
+    if sum((operators, layer is not None, what_if)) > 1:
+        raise AutoplanError("--operators, --layer and --what-if are three questions", attempt="one at a time")
+    if output is not None and not what_if:
+        attempt = f"autoplan explain {path} --what-if -o {output}"
+        raise AutoplanError("-o keeps the answers of --what-if", attempt=attempt)
+    if operators or layer is not None:
+        _deeper(plan, layer, model, gpus, json=json)
+        return
+    if what_if:
+        options.check_writable(output)
+        from autoplan.what_if import what_if as answers
+
+        with console.progress(f"Asking {plan.model.name} again"):
+            plan = answers(plan, model=model, gpus=gpus)
+        if output is not None:
+            plan.save(output)
+            console.note(f"wrote {output}; next: autoplan report {output}")
     if json:
         console.result_json(plan.to_dict())
+    elif what_if:
+        from autoplan.explain.reasons import other_answers
+
+        typer.echo("\n".join(other_answers(plan)))
     else:
         typer.echo(plan.explain().rstrip("\n"))
+
+
+def _deeper(plan: Plan, layer: str | None, model: str | None, gpus: str | None, *, json: bool) -> None:
+    from autoplan.explain import operators as told
+    from autoplan.what_if import question
+
+    with console.progress(f"Tracing {model or plan.model.name}"):
+        asked = question(plan, model=model, gpus=gpus)
+    kinds = _kinds(plan, asked)
+    devices = [
+        next((g.device for g in asked.cluster.groups if g.name in stage.device.split(" + ")), asked.cluster.device)
+        for stage in plan.stages
+    ]
+    if layer is None:
+        rows = told.operators(plan, asked.traced.layers, kinds, devices)
+        if json:
+            console.result_json({"schema": 1, "operators": [_row(row) for row in rows]})
+        else:
+            typer.echo(told.operators_text(plan, rows).rstrip("\n"))
+        return
+    found = told.one_layer(plan, asked.traced.layers, kinds, devices, layer)
+    if json:
+        about = {name: value for name, value in dataclasses.asdict(found).items() if name != "rows"}
+        console.result_json({"schema": 1, **about, "operators": [_row(row) for row in found.rows]})
+    else:
+        typer.echo(told.layer_text(plan, found).rstrip("\n"))
+
+
+def _row(row: Any) -> dict[str, Any]:
+    return dataclasses.asdict(row)
+
+
+def _kinds(plan: Plan, asked: Question) -> Any:
+    """The layer kinds on one GPU under the plan's tensor degree."""
+    strategy, problem = plan.strategy, asked.problem
+    if strategy.tensor == 1:
+        return asked.traced.layers.kinds
+    if strategy.sequence_parallel and problem.sequence_kinds is not None:
+        return problem.sequence_kinds(strategy.tensor)
+    return problem.tensor_kinds(strategy.tensor)

@@ -5,7 +5,7 @@ Plain text of 80 columns; reads nothing but the plan, so a plan file from anothe
 
 from __future__ import annotations
 
-from autoplan.explain.reasons import alternatives, assumptions, decision, proof
+from autoplan.explain.reasons import alternatives, assumptions, decision, other_answers, proof
 from autoplan.explain.tables import axes, memory, stages, step
 from autoplan.plan import Plan
 
@@ -14,6 +14,6 @@ __all__ = ["explain"]
 
 def explain(plan: Plan) -> str:
     """The plan as text; every line has at most 80 columns."""
-    sections = (decision, axes, stages, memory, step, alternatives, proof, assumptions)
+    sections = (decision, axes, stages, memory, step, alternatives, other_answers, proof, assumptions)
     texts = ["\n".join(lines) for section in sections if (lines := section(plan))]
     return "\n".join(line.rstrip() for line in "\n\n".join(texts).split("\n")) + "\n"

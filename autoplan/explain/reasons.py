@@ -7,6 +7,7 @@ from autoplan.plan import Alternative, OtherAnswer, Plan
 
 # How the best candidate's split was proven, by the certificate's ``solver``.
 _TRIED_LAST = ("interleaved", "zero_bubble")  # schedules whose candidates are tried, and not all
+_AS_FAST = 0.02  # of the step: nearer than that, less parallelism wins
 _PROOFS = {
     "enumeration": "(it has one stage: nothing to split)",
     "bound": "(its stages meet their own lower bound)",
@@ -61,17 +62,38 @@ def _outcome(other: Alternative) -> str:
 def other_answers(plan: Plan) -> list[str]:
     """What the decision would be on other machines, where that was asked; else what more memory would let fit."""
     lines = [heading("What would change the decision")]
-    for other in plan.other_answers:
-        lines += paragraph(f"- with {other.condition}: {_other_answer(plan, other)}", hanging="  ")
-    return lines if plan.other_answers else []
+    for text in changes(plan):
+        lines += paragraph(f"- {text}", hanging="  ")
+    if not plan.other_answers:
+        lines += paragraph("`autoplan explain PLAN.json --what-if` searches again, with other memory and other links.")
+    return lines
+
+
+def changes(plan: Plan) -> list[str]:
+    """The same as sentences."""
+    said = [f"with {other.condition}: {_other_answer(plan, other)}" for other in plan.other_answers]
+    return said or _would_fit(plan)
+
+
+def _would_fit(plan: Plan) -> list[str]:
+    """What more memory would let fit with fewer kinds of parallelism than the plan has."""
+    fits: dict[str, str] = {}
+    for other in plan.alternatives:
+        if other.step_time_s is None and len(other.strategy.axes) < len(plan.strategy.axes):
+            fits[size(other.short_by_bytes)] = other.strategy.describe()
+    return [f"with {more} more on each GPU {what} would fit" for more, what in fits.items()]
 
 
 def _other_answer(plan: Plan, other: OtherAnswer) -> str:
     if other.strategy is None or other.step_time_s is None:
         return "nothing fits"
     change = other.step_time_s / plan.predicted.step_time_s - 1
-    pace = "as fast" if abs(change) < 0.0005 else f"{percent(abs(change))} {'slower' if change > 0 else 'faster'}"
-    return f"{other.strategy.describe()}, {seconds(other.step_time_s)} a step, {pace}"
+    pace = f"{percent(abs(change))} {'slower' if change > 0 else 'faster'}"
+    if abs(change) <= _AS_FAST:
+        pace = f"which counts as equal (within {_AS_FAST:.0%})" if change > 0 else "as fast"
+    decided = other.strategy.describe()
+    decided = "the same decision" if decided == plan.strategy.describe() else decided
+    return f"{decided}, {seconds(other.step_time_s)} a step, {pace}"
 
 
 def proof(plan: Plan) -> list[str]:

@@ -61,7 +61,7 @@ def _facts(plan: Plan) -> dict[str, Any]:
         "model": model_graph.picture(plan),
         "machines": machines.picture(plan),
         "scatter": scatter.picture(plan),
-        "other_answers": reasons.other_answers(plan)[1:],
+        "other_answers": reasons.changes(plan),
         "script": Markup(script),
         "script_hash": base64.b64encode(hashlib.sha256(script.encode()).digest()).decode(),
         "pictures": drawing.pipeline(simulated) if simulated else (),
