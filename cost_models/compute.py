@@ -6,6 +6,8 @@ Forward and backward are priced apart, the backward from its own products and by
 are for one sample; a batched operator's grow with the micro-batch, an unbatched one's do not. What GEMMs reach is in
 :mod:`.gemm`, attention in :mod:`.attention`. The host launches operators one after another: a layer takes at least
 its operators x ``launch_s`` (eager), which is what small models feel.
+
+Numbers of an operator may be arrays (:mod:`.arrays`): layers that differ in sizes alone, priced at once.
 """
 
 from __future__ import annotations
@@ -16,6 +18,7 @@ from typing import TYPE_CHECKING
 
 from autoplan.cluster import Device
 from autoplan.cost_models import cpu
+from autoplan.cost_models.arrays import larger, some
 from autoplan.cost_models.attention import attention_time_s
 from autoplan.cost_models.gemm import gemm_time_s
 from autoplan.cost_models.precision import short_dtype
@@ -70,8 +73,8 @@ def layer_time(kind: LayerKind, device: Device, *, micro_batch: int, software: S
             forward_s=total.forward_s + host * forward_launches, backward_s=total.backward_s + host * backward_launches
         )
     return OperatorTime(
-        forward_s=max(total.forward_s, host * forward_launches),
-        backward_s=max(total.backward_s, host * backward_launches),
+        forward_s=larger(total.forward_s, host * forward_launches),
+        backward_s=larger(total.backward_s, host * backward_launches),
     )
 
 
@@ -138,14 +141,14 @@ def _forward_s(op: Operator, device: Device, micro_batch: int, software: Softwar
     if op.gemm is not None:
         arithmetic = gemm_time_s(op.gemm, device, dtype=op.dtype, samples=samples)
         casts = _memory_s(_cast_bytes(op, samples) * software.element_wise_traffic, device)
-        return max(arithmetic, _memory_s(moved, device)) + casts + software.gap_s
+        return larger(arithmetic, _memory_s(moved, device)) + casts + software.gap_s
     elif op.kind in ("gemm", "grouped_gemm", "convolution", "attention"):
         arithmetic = op.flops * samples / (device.flops(short_dtype(op.dtype)) * device.gemm_efficiency)
-    elif op.flops:
+    elif some(op.flops):
         arithmetic = op.flops * samples / device.flops("fp32")
     if device.is_cpu:
         arithmetic += cpu.arithmetic_s(op, device, samples=samples, backward=False)
-    return max(arithmetic, _memory_s(moved * _traffic(op, software), device)) + software.gap_s
+    return larger(arithmetic, _memory_s(moved * _traffic(op, software), device)) + software.gap_s
 
 
 def _backward_s(op: Operator, device: Device, micro_batch: int, software: Software) -> float:
@@ -156,22 +159,22 @@ def _backward_s(op: Operator, device: Device, micro_batch: int, software: Softwa
         )
     moved = _backward_bytes(op, samples) * _traffic(op, software)
     memory = _memory_s(moved, device)
-    if op.gemm is not None and op.flops:
+    if op.gemm is not None and some(op.flops):
         # One product a gradient that is needed: of the input, of the weight. backward_flops says how many.
         needed = op.backward_flops / op.flops
         both = gemm_time_s(op.gemm, device, dtype=op.dtype, samples=samples, product="input") + gemm_time_s(
             op.gemm, device, dtype=op.dtype, samples=samples, product="weight"
         )
         casts = _memory_s(_cast_bytes(op, samples) * software.element_wise_traffic, device)
-        return max(both * needed / 2, memory) + casts + software.gap_s * max(needed, 1.0)
+        return larger(both * needed / 2, memory) + casts + software.gap_s * larger(needed, 1.0)
     arithmetic = 0.0
     if op.kind in ("gemm", "grouped_gemm", "convolution", "attention"):
         arithmetic = op.backward_flops * samples / (device.flops(short_dtype(op.dtype)) * device.gemm_efficiency)
-    elif op.backward_flops:
+    elif some(op.backward_flops):
         arithmetic = op.backward_flops * samples / device.flops("fp32")
     if device.is_cpu:
         arithmetic += cpu.arithmetic_s(op, device, samples=samples, backward=True)
-    return max(arithmetic, memory) + software.gap_s
+    return larger(arithmetic, memory) + software.gap_s
 
 
 def _backward_bytes(op: Operator, samples: int) -> float:

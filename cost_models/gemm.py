@@ -13,11 +13,13 @@ of square products on A100 (0.5 of the best rate at 1024^3, 0.85 at 2048^3, 0.97
 from __future__ import annotations
 
 import functools
-import math
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
+
+import numpy as np
 
 from autoplan.cluster import Device
 from autoplan.cost_models import cpu
+from autoplan.cost_models.arrays import Number, chosen, larger, smaller, some
 from autoplan.cost_models.precision import dtype_bytes, short_dtype
 
 if TYPE_CHECKING:
@@ -39,7 +41,8 @@ _TENSOR_DTYPES = ("bf16", "fp16", "fp8", "fp4", "tf32")
 def gemm_time_s(gemm: Gemm, device: Device, *, dtype: str, samples: int, product: Product = "forward") -> float:
     """Seconds of one of the three products of a linear layer, for ``samples`` samples; memory traffic is not in it.
 
-    ``input`` is the gradient of the input ([m, n] x [n, k]), ``weight`` of the weight ([k, m] x [m, n]).
+    ``input`` is the gradient of the input ([m, n] x [n, k]), ``weight`` of the weight ([k, m] x [m, n]). Sizes may be
+    arrays of equal length, of many products at once (not on a CPU).
     """
     m = gemm.m if gemm.batch_in_groups else gemm.m * samples
     groups = gemm.groups * samples if gemm.batch_in_groups else gemm.groups
@@ -54,26 +57,38 @@ def gemm_time_s(gemm: Gemm, device: Device, *, dtype: str, samples: int, product
     return 2.0 * m * gemm.n * gemm.k * groups / (peak * efficiency)
 
 
-@functools.lru_cache(maxsize=65536)
 def shape_efficiency(m: int, n: int, k: int, *, groups: int, sms: int, dtype: str, rows: tuple[int, ...] = ()) -> float:
     """Share (0 to 1) of the device's best product rate that ``groups`` products [m, k] x [k, n] reach.
 
     ``rows``: elements of the operands' rows in memory, n and k unless given. In all three products of a linear layer
-    they are the forward's n and k (x [m, k], w [n, k], y [m, n]): the tokens that an expert got never misalign.
+    they are the forward's n and k (x [m, k], w [n, k], y [m, n]): the tokens that an expert got never misalign. All
+    sizes may be arrays.
     """
+    priced = _shape_efficiency if isinstance(m, np.ndarray) else _remembered
+    return priced(m, n, k, groups, sms, dtype, rows or (n, k))
+
+
+def _shape_efficiency(m: Number, n: Number, k: Number, groups: Number, sms: int, dtype: str, rows: Number) -> Any:
     depth = _DEPTH * 2 / dtype_bytes(dtype)
     useful = m * n * k * groups
-    best = 0.0
+    best: Number = 0.0
     for tile_rows, columns, tile_efficiency in _TILES:
-        tiles = math.ceil(m / tile_rows) * math.ceil(n / columns) * groups
+        tiles = -(-m // tile_rows) * -(-n // columns) * groups
         for split in _SPLITS:
-            if split > 1 and (k / split < 512 or tiles * split > 2 * sms):
+            sensible: Number = split == 1 or (k / split >= 512) & (tiles * split <= 2 * sms)
+            if split > 1 and not some(sensible):
                 break
-            waves = math.ceil(tiles * split / sms)
+            waves = -(-tiles * split // sms)
             # Partial sums are written and read in fp32: as many elements of depth again for each further split.
             deep = k / split + depth * (1 if split == 1 else 2)
             capacity = waves * sms * tile_rows * columns * deep
-            best = max(best, useful * tile_efficiency / capacity)
-    if dtype in _TENSOR_DTYPES and any(size * dtype_bytes(dtype) % 16 for size in rows or (n, k)):
-        best *= _MISALIGNED if groups == 1 else _MISALIGNED_BATCHED
-    return max(min(best, 1.0), 1e-6)
+            best = larger(best, useful * tile_efficiency / capacity * sensible)
+    if dtype in _TENSOR_DTYPES:
+        width, odd = dtype_bytes(dtype), False
+        for size in rows:
+            odd = odd | (size * width % 16 != 0)
+        best = chosen(odd, best * chosen(groups == 1, _MISALIGNED, _MISALIGNED_BATCHED), best)
+    return larger(smaller(best, 1.0), 1e-6)
+
+
+_remembered = functools.lru_cache(maxsize=65536)(_shape_efficiency)

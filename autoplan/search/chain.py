@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from autoplan.layers.types import LayerGraph, LayerKind
 from autoplan.search.dag_transfers import Crossing, crossing, edge_bytes, is_chain
-from autoplan.search.pricing import KindCosts
+from autoplan.search.pricing import Kept, KindCosts, Kinds, Seconds
 from autoplan.search.recompute import NOTHING, Choice, Frontier, Pieces, Relaxation, extend, frontier, hull, pieces_of
 
 Floats = NDArray[np.float64]
@@ -42,13 +42,15 @@ class Tied:
 
 @dataclass(frozen=True, kw_only=True)
 class Chain:
-    """``kinds[l]`` is the kind of layer l, ``costs`` one entry a kind, ``policies`` the recompute that may be chosen:
-    the first is what a layer does where memory allows. ``cut_bytes``: what crosses each cut. ``crossing``: what each
-    span receives and sends where some value goes further than to the next layer, else None."""
+    """``kinds[l]`` is the kind of layer l, ``priced`` all of them, for micro-batches of ``samples``; ``policies`` the
+    recompute that may be chosen: the first is what a layer does where memory allows. ``cut_bytes``: what crosses each
+    cut. ``crossing``: what each span receives and sends where some value goes further than to the next layer, else
+    None."""
 
     layers: int
     kinds: Integers
-    costs: tuple[KindCosts, ...]
+    priced: Kinds
+    samples: int
     policies: tuple[str, ...]
     cut_bytes: Floats
     tied: tuple[Tied, ...]
@@ -56,89 +58,135 @@ class Chain:
     _frontiers: dict[tuple[object, ...], Frontier] = field(default_factory=dict)
     _by_window: dict[float, Pieces] = field(default_factory=dict)
 
-    def per_layer(self, values: list[float]) -> Floats:
-        """A value a kind, spread over the layers."""
-        return np.array(values, dtype=float)[self.kinds]
+    @cached_property
+    def kept(self) -> Kept:
+        """Bytes, a kind each: known before anything is timed."""
+        return self.priced.kept(self.samples)
 
-    def prefix(self, values: list[float]) -> Floats:
+    @cached_property
+    def seconds(self) -> Seconds:
+        """Seconds, a kind each."""
+        return self.priced.seconds(self.samples)
+
+    @cached_property
+    def costs(self) -> tuple[KindCosts, ...]:
+        """Both, one entry a kind."""
+        seconds, kept = self.seconds, self.kept
+        policies = tuple(seconds.extra_s)
+        extra, saved, window = (
+            np.stack([by_policy[p] for p in policies], axis=1).tolist()
+            for by_policy in (seconds.extra_s, kept.saved_bytes, kept.window_bytes)
+        )
+        columns = (seconds.forward_s, seconds.backward_s, seconds.tensor_forward_s, seconds.tensor_backward_s)
+        more = (kept.passing_bytes, kept.elements, kept.trainable)
+        return tuple(
+            KindCosts(
+                forward_s=forward_s,
+                backward_s=backward_s,
+                tensor_forward_s=tensor_forward_s,
+                tensor_backward_s=tensor_backward_s,
+                extra_s=dict(zip(policies, extra[kind], strict=True)),
+                saved_bytes=dict(zip(policies, saved[kind], strict=True)),
+                window_bytes=dict(zip(policies, window[kind], strict=True)),
+                passing_bytes=passing,
+                elements=int(elements),
+                trainable=int(trainable),
+            )
+            for kind, (forward_s, backward_s, tensor_forward_s, tensor_backward_s, passing, elements, trainable) in (
+                enumerate(zip(*(values.tolist() for values in (*columns, *more)), strict=True))
+            )
+        )
+
+    def per_layer(self, values: Floats) -> Floats:
+        """A value a kind, spread over the layers."""
+        return values[self.kinds]
+
+    def prefix(self, values: Floats) -> Floats:
         """[L + 1] sums of a value a kind over the layers before each cut."""
         return np.concatenate(([0.0], np.cumsum(self.per_layer(values))))
 
     @cached_property
+    def _periods_s(self) -> Floats:
+        """Forward + backward seconds of a layer of each kind under the first policy."""
+        return self.seconds.period_s + self.seconds.extra_s[self.policies[0]]
+
+    @cached_property
     def period(self) -> Floats:
         """Prefix sums of forward + backward seconds under the first policy."""
-        return self.prefix([c.period_s + c.extra_s[self.policies[0]] for c in self.costs])
+        return self.prefix(self._periods_s)
 
     @cached_property
     def forward(self) -> Floats:
         """Prefix sums of forward seconds, collectives of the tensor axis included."""
-        return self.prefix([c.forward_s + c.tensor_forward_s for c in self.costs])
+        return self.prefix(self.seconds.forward_s + self.seconds.tensor_forward_s)
 
     @cached_property
     def backward(self) -> Floats:
         """Prefix sums of backward seconds of operators, which the data axis may hide behind."""
-        return self.prefix([c.backward_s for c in self.costs])
+        return self.prefix(self.seconds.backward_s)
 
     @cached_property
     def lesser_share(self) -> float:
         """No run of layers has a forward and a backward that both take more than this share of its period."""
-        shares = [
-            (c.forward_s + c.tensor_forward_s) / (c.period_s + c.extra_s[p])
-            for c in self.costs
-            for p in self.policies
-            if c.period_s > 0
-        ]
-        return min(0.5, max(shares, default=0.5), 1 - min(shares, default=0.5))
+        seconds = self.seconds
+        ahead, timed = seconds.forward_s + seconds.tensor_forward_s, seconds.period_s > 0
+        if not timed.any():
+            return 0.5
+        shares = np.concatenate([ahead[timed] / (seconds.period_s + seconds.extra_s[p])[timed] for p in self.policies])
+        return min(0.5, float(shares.max()), 1 - float(shares.min()))
 
     @cached_property
     def saved(self) -> Floats:
         """Prefix sums of bytes a micro-batch under the first policy."""
-        return self.prefix([c.saved_bytes[self.policies[0]] for c in self.costs])
+        return self.prefix(self.kept.saved_bytes[self.policies[0]])
+
+    @cached_property
+    def _least_saved(self) -> Floats:
+        """[K] bytes a micro-batch of a layer that saves the most memory it can."""
+        least: Floats = np.minimum.reduce([self.kept.saved_bytes[p] for p in self.policies])
+        return least
 
     @cached_property
     def least_saved(self) -> Floats:
         """Prefix sums of bytes a micro-batch where every layer saves the most memory it can."""
-        return self.prefix([min(c.saved_bytes[p] for p in self.policies) for c in self.costs])
+        return self.prefix(self._least_saved)
 
     @cached_property
     def whole(self) -> dict[str, tuple[float, float]]:
         """For each policy what all layers recompute under it, in seconds, and save, in bytes a micro-batch."""
-        counted = np.bincount(self.kinds, minlength=len(self.costs)).astype(float)
+        counted = np.bincount(self.kinds, minlength=len(self.priced.kinds)).astype(float)
         return {
-            policy: (
-                float(counted @ np.array([c.extra_s[policy] for c in self.costs])),
-                float(counted @ np.array([c.saved_bytes[policy] for c in self.costs])),
-            )
-            for policy in self.policies
+            p: (float(counted @ self.seconds.extra_s[p]), float(counted @ self.kept.saved_bytes[p]))
+            for p in self.policies
         }
 
     @cached_property
     def elements(self) -> Floats:
-        return self.prefix([float(c.elements) for c in self.costs])
+        return self.prefix(self.kept.elements)
 
     @cached_property
     def trainable(self) -> Floats:
-        return self.prefix([float(c.trainable) for c in self.costs])
+        return self.prefix(self.kept.trainable)
 
     @cached_property
     def passing(self) -> Floats:
         """[L + 1, L + 1] widest operator of layers i to j - 1."""
-        return self.range_max(self.per_layer([c.passing_bytes for c in self.costs]))
+        return self.range_max(self.per_layer(self.kept.passing_bytes))
 
     @cached_property
     def largest(self) -> Floats:
         """[L + 1, L + 1] elements of the largest layer of i to j - 1."""
-        return self.range_max(self.per_layer([float(c.elements) for c in self.costs]))
+        return self.range_max(self.per_layer(self.kept.elements))
 
     @cached_property
     def first_window(self) -> Floats:
         """[L + 1, L + 1] window of the first policy (0 unless recompute is forced)."""
-        return self.range_max(self.per_layer([c.window_bytes[self.policies[0]] for c in self.costs]))
+        return self.range_max(self.per_layer(self.kept.window_bytes[self.policies[0]]))
 
     @cached_property
     def least_window(self) -> Floats:
         """[L + 1, L + 1] window where every layer saves the most memory it can."""
-        return self.range_max(self.per_layer([c.window_bytes[self.thriftiest(c)] for c in self.costs]))
+        return self.range_max(self.per_layer(np.maximum(0.0, self.kept.saved_bytes["none"] - self._least_saved)))
 
     def held(self, first: Integers, end: Integers) -> Floats:
         """Bytes a micro-batch that spans keep of what they receive, beyond what their layers count."""
@@ -156,14 +204,13 @@ class Chain:
     @cached_property
     def least_kept(self) -> Floats:
         """[K] bytes a micro-batch that one layer of each kind in use needs at least while its backward runs."""
-        costs = [self.costs[kind] for kind in np.unique(self.kinds)]
-        return np.array([c.saved_bytes[self.thriftiest(c)] + c.passing_bytes for c in costs])
+        return (self._least_saved + self.kept.passing_bytes)[np.unique(self.kinds)]
 
     @cached_property
     def elements_of_kinds(self) -> tuple[Floats, Floats]:
         """[K] parameter elements of one layer of each kind in use, and those that train."""
-        costs = [self.costs[kind] for kind in np.unique(self.kinds)]
-        return np.array([float(c.elements) for c in costs]), np.array([float(c.trainable) for c in costs])
+        used = np.unique(self.kinds)
+        return self.kept.elements[used], self.kept.trainable[used]
 
     def thriftiest(self, costs: KindCosts) -> str:
         """The policy that keeps least; of equals the one that costs least."""
@@ -208,7 +255,7 @@ class Chain:
     @cached_property
     def longest_s(self) -> float:
         """Forward + backward seconds of the longest layer under the first policy."""
-        return float(self.per_layer([c.period_s + c.extra_s[self.policies[0]] for c in self.costs]).max())
+        return float(self.per_layer(self._periods_s).max())
 
     @cached_property
     def windows(self) -> tuple[float, ...]:
@@ -240,7 +287,7 @@ class Chain:
     @cached_property
     def counts(self) -> Integers:
         """[L + 1, K] layers of each kind before each cut."""
-        one_hot = np.zeros((self.layers + 1, len(self.costs)), dtype=np.int64)
+        one_hot = np.zeros((self.layers + 1, len(self.priced.kinds)), dtype=np.int64)
         one_hot[np.arange(self.layers) + 1, self.kinds] = 1
         return np.cumsum(one_hot, axis=0)
 
@@ -257,7 +304,7 @@ class Chain:
         """Spans that hold the same layers of each kind and the same tied parameters cost the same: positions of one of
         each, and for every span which of those it is like."""
         everyone = np.arange(len(first))
-        if len(self.costs) > MOST_GROUPED_KINDS:
+        if len(self.priced.kinds) > MOST_GROUPED_KINDS:
             return everyone, everyone
         columns = [self.counts[end] - self.counts[first]]
         if self.crossing is not None:
@@ -268,7 +315,7 @@ class Chain:
 
     def key(self, first: int, end: int) -> tuple[object, ...]:
         """What :meth:`frontier` knows a span by: its layers of each kind, or with many kinds the span itself."""
-        if len(self.costs) > MOST_GROUPED_KINDS:
+        if len(self.priced.kinds) > MOST_GROUPED_KINDS:
             return ("span", first, end)
         return ("counts", *(int(n) for n in self.counts[end] - self.counts[first]))
 
@@ -317,7 +364,7 @@ class Chain:
             edges = _quantiles(sorted({ratio for ratio, _, _ in pieces}), MOST_SEGMENTS)
             capacities = []
             for low, high in zip(edges, (*edges[1:], math.inf), strict=True):
-                of_kind = [0.0] * len(self.costs)
+                of_kind = np.zeros(len(self.priced.kinds))
                 for ratio, kind, saved in pieces:
                     of_kind[kind] += saved if low <= ratio < high else 0.0
                 capacities.append(self.prefix(of_kind))
@@ -341,22 +388,16 @@ class Chain:
         return grown
 
 
-def build_chain(
-    graph: LayerGraph,
-    kinds: tuple[LayerKind, ...],
-    costs: tuple[KindCosts, ...],
-    *,
-    policies: tuple[str, ...],
-    samples: int,
-) -> Chain:
-    """The chain of ``graph`` whose kinds cost ``costs`` at ``samples`` a micro-batch."""
+def build_chain(graph: LayerGraph, priced: Kinds, *, policies: tuple[str, ...], samples: int) -> Chain:
+    """The chain of ``graph``, whose kinds are ``priced`` at ``samples`` a micro-batch."""
     return Chain(
         layers=len(graph.layers),
         kinds=np.array([layer.kind for layer in graph.layers], dtype=np.int64),
-        costs=costs,
+        priced=priced,
+        samples=samples,
         policies=policies,
         cut_bytes=np.array([0.0, *_cut_bytes(graph, samples), 0.0]),
-        tied=_tied(graph, kinds),
+        tied=_tied(graph, priced.kinds),
         crossing=None if is_chain(graph) else crossing(graph, samples=samples),
     )
 

@@ -193,7 +193,7 @@ class DownSetChain(Chain):
     sets: DownSets
     least_in_order: float
 
-    def prefix(self, values: list[float]) -> Floats:
+    def prefix(self, values: Floats) -> Floats:
         sums: Floats = self.sets.members @ self.per_layer(values)
         return sums
 
@@ -209,7 +209,7 @@ class DownSetChain(Chain):
 
     @cached_property
     def counts(self) -> Integers:
-        one_hot = np.zeros((len(self.kinds), len(self.costs)), dtype=np.int64)
+        one_hot = np.zeros((len(self.kinds), len(self.priced.kinds)), dtype=np.int64)
         one_hot[np.arange(len(self.kinds)), self.kinds] = 1
         counts: Integers = self.sets.members.astype(np.int64) @ one_hot
         return counts
@@ -255,7 +255,8 @@ def down_set_chain(chain: Chain, sets: DownSets, *, samples: int) -> DownSetChai
     return DownSetChain(
         layers=len(sets.members) - 1,
         kinds=chain.kinds,
-        costs=chain.costs,
+        priced=chain.priced,
+        samples=samples,
         policies=chain.policies,
         cut_bytes=np.zeros(len(sets.members)),
         tied=chain.tied,

@@ -1,27 +1,39 @@
 """What one layer of each kind costs under a tensor degree and a micro-batch size, asked of the cost models once.
 
-Activation terms are *probed*: a stage of one layer with a recipe that keeps no state is priced by the very
-:func:`autoplan.cost_models.memory.stage_memory` that prices the final plan, so no formula is written twice. The same
-goes for states: bytes a parameter come from a layer of 2^20 parameters.
+Activation terms are *probed*: they are those of :mod:`autoplan.cost_models.memory`, that price the final plan, for one
+sample and for two, so no formula is written twice. The same goes for states: bytes a parameter come from a layer of
+2^20 parameters. Kinds that differ in sizes alone (a model without repetition has hundreds) are priced at once: the cost
+models' formulas take arrays.
 """
 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
 
 from autoplan.cluster import Cluster, Device
 from autoplan.cost_models import communication, compute, memory
-from autoplan.cost_models.memory import Recipe, stage_memory
+from autoplan.cost_models.memory import Recipe, layer_saved_bytes, stage_memory
 from autoplan.cost_models.piecewise import at_values as at_values
-from autoplan.layers.types import LayerKind, Parameter
+from autoplan.layers.types import LayerKind, Operator, Parameter
 from autoplan.plan import Strategy
+
+Floats = NDArray[np.float64]
 
 _NO_STATE = Recipe(name="no state", weights=0.0, gradients=0.0, master_weights=0.0, optimizer_state=0.0)
 _PROBE_ELEMENTS = 2**20
 _MANY = 2**40
 _STATES = ("weights", "gradients", "master_weights", "optimizer_state")
 _FIXED = ("communication_buffers", "workspace", "context")
+# Kinds that are alike but for sizes are priced at once from so many on; fewer are quicker one by one.
+_LEAST_STACKED = 8
+_SIZES = ("flops", "backward_flops", "read_bytes", "written_bytes", "parameter_bytes", "saved_bytes")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,69 +63,147 @@ class KindCosts:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Activations:
-    """What a layer of a kind leaves for its backward, for any micro-batch of m samples. By recompute policy (a, b):
-    a + b m bytes saved. ``passing``: the widest operator moves max(first, second m)."""
+class Seconds:
+    """[K] the times of :class:`KindCosts`, a kind each."""
 
-    saved: dict[str, tuple[float, float]]
-    passing: tuple[float, float]
+    forward_s: Floats
+    backward_s: Floats
+    tensor_forward_s: Floats
+    tensor_backward_s: Floats
+    extra_s: dict[str, Floats]
 
-    def saved_bytes(self, policy: str, micro_batch: int) -> float:
-        fixed, each = self.saved[policy]
-        return fixed + each * micro_batch
-
-    def passing_bytes(self, micro_batch: int) -> float:
-        return max(self.passing[0], self.passing[1] * micro_batch)
-
-
-def activations(kind: LayerKind, device: Device) -> Activations:
-    """Probe the memory model with one sample, with two, and with so many that nothing else counts."""
-    one, two, many = (_activations(kind, device, size, "none") for size in (1, 2, _MANY))
-    probes = {"none": (one, two)}
-    for policy in memory.RECOMPUTE:
-        if policy not in probes:
-            probes[policy] = _activations(kind, device, 1, policy), _activations(kind, device, 2, policy)
-    saved = {p: (first["saved_activations"], second["saved_activations"]) for p, (first, second) in probes.items()}
-    return Activations(
-        saved={policy: (2 * first - second, second - first) for policy, (first, second) in saved.items()},
-        passing=(one["passing_activations"], many["passing_activations"] / _MANY),
-    )
+    @property
+    def period_s(self) -> Floats:
+        """One forward and one backward without recompute."""
+        return self.forward_s + self.backward_s + self.tensor_forward_s + self.tensor_backward_s
 
 
-def kind_costs(
-    kind: LayerKind, cluster: Cluster, *, tensor: int, micro_batch: int, kept: Activations | None = None
-) -> KindCosts:
-    """Price ``kind``, whose operators and parameters are already those of one tensor rank; ``kept``: its
-    :func:`activations`, where they are known."""
-    operators = compute.layer_time(kind, cluster.device, micro_batch=micro_batch)
-    collectives = communication.tensor_time(kind, cluster, degree=tensor, micro_batch=micro_batch)
-    kept = kept or activations(kind, cluster.device)
-    saved = {policy: kept.saved_bytes(policy, micro_batch) for policy in memory.RECOMPUTE}
-    selective = compute.recompute_s(kind, cluster.device, micro_batch=micro_batch, policy="selective")
-    return KindCosts(
-        forward_s=operators.forward_s,
-        backward_s=operators.backward_s,
-        tensor_forward_s=collectives.forward_s,
-        tensor_backward_s=collectives.backward_s,
-        # The whole forward runs again, its collectives too.
-        extra_s={"none": 0.0, "selective": selective, "full": operators.forward_s + collectives.forward_s},
-        saved_bytes=saved,
-        window_bytes={policy: max(0.0, saved["none"] - bytes_) for policy, bytes_ in saved.items()},
-        passing_bytes=kept.passing_bytes(micro_batch),
-        elements=sum(p.elements for p in kind.parameters),
-        trainable=sum(p.elements for p in kind.parameters if p.trainable),
-    )
+@dataclass(frozen=True, kw_only=True)
+class Kept:
+    """[K] the bytes of :class:`KindCosts`, a kind each."""
+
+    saved_bytes: dict[str, Floats]
+    passing_bytes: Floats
+    elements: Floats
+    trainable: Floats
+
+    @cached_property
+    def window_bytes(self) -> dict[str, Floats]:
+        """By recompute policy what comes back while a layer's backward runs."""
+        whole = self.saved_bytes["none"]
+        return {policy: np.maximum(0.0, whole - bytes_) for policy, bytes_ in self.saved_bytes.items()}
 
 
-def _activations(kind: LayerKind, device: Device, micro_batch: int, policy: str) -> dict[str, float]:
+@dataclass(frozen=True, kw_only=True)
+class Kinds:
+    """The layer kinds of one tensor degree, as one of its ranks has them, to be priced for any micro-batch."""
+
+    kinds: tuple[LayerKind, ...]
+    cluster: Cluster
+    tensor: int
+
+    def kept(self, micro_batch: int) -> Kept:
+        """Bytes of a micro-batch of so many samples."""
+        saved, (passing, passing_each) = self._activations
+        return Kept(
+            saved_bytes={policy: fixed + each * micro_batch for policy, (fixed, each) in saved.items()},
+            passing_bytes=np.maximum(passing, passing_each * micro_batch),
+            elements=np.array([float(sum(p.elements for p in kind.parameters)) for kind in self.kinds]),
+            trainable=np.array([float(sum(p.elements for p in k.parameters if p.trainable)) for k in self.kinds]),
+        )
+
+    def seconds(self, micro_batch: int) -> Seconds:
+        """Seconds of a micro-batch of so many samples."""
+        forward, backward, selective = (np.zeros(len(self.kinds)) for _ in range(3))
+        device = self.cluster.device
+        for positions, kind in self._stacks:
+            operators = compute.layer_time(kind, device, micro_batch=micro_batch)
+            forward[positions], backward[positions] = operators.forward_s, operators.backward_s
+            selective[positions] = compute.recompute_s(kind, device, micro_batch=micro_batch, policy="selective")
+        which, different = self._collectives
+        collectives = [
+            communication.tensor_time(kind, self.cluster, degree=self.tensor, micro_batch=micro_batch)
+            for kind in different
+        ]
+        tensor_forward = np.array([time.forward_s for time in collectives])[which]
+        return Seconds(
+            forward_s=forward,
+            backward_s=backward,
+            tensor_forward_s=tensor_forward,
+            tensor_backward_s=np.array([time.backward_s for time in collectives])[which],
+            # The whole forward runs again, its collectives too.
+            extra_s={"none": np.zeros(len(forward)), "selective": selective, "full": forward + tensor_forward},
+        )
+
+    @cached_property
+    def _activations(self) -> tuple[dict[str, tuple[Floats, Floats]], tuple[Floats, Floats]]:
+        """[K] what layers leave for their backward: by recompute policy (a, b), a + b m bytes of m samples; and of
+        (first, second) the widest operator moves max(first, second m): probed with so many that nothing else counts."""
+        saved = {}
+        for policy in memory.RECOMPUTE:
+            one, two = (
+                np.array([layer_saved_bytes(kind, policy=policy, samples=samples) for kind in self.kinds])
+                for samples in (1.0, 2.0)
+            )
+            saved[policy] = 2 * one - two, two - one
+        one, many = (
+            np.array([_passing_bytes(kind, self.cluster.device, size) for kind in self.kinds]) for size in (1, _MANY)
+        )
+        return saved, (one, many / _MANY)
+
+    @cached_property
+    def _collectives(self) -> tuple[NDArray[np.int64], list[LayerKind]]:
+        """[K] which of the different sets of collectives each kind has, and a kind with each."""
+        number: dict[Any, int] = {}
+        which = np.array([number.setdefault(kind.collectives, len(number)) for kind in self.kinds], dtype=np.int64)
+        return which, [LayerKind(operators=(), collectives=collectives) for collectives in number]
+
+    @cached_property
+    def _stacks(self) -> list[tuple[list[int], LayerKind]]:
+        """Kinds that differ in sizes alone as one whose sizes are arrays, with their positions; others one by one."""
+        alike: dict[tuple[Any, ...], list[int]] = {}
+        for position, kind in enumerate(self.kinds):
+            alike.setdefault(tuple(map(_but_for_sizes, kind.operators)), []).append(position)
+        found: list[tuple[list[int], LayerKind]] = []
+        for positions in alike.values():
+            if len(positions) < _LEAST_STACKED or self.cluster.device.is_cpu:
+                found += [([position], self.kinds[position]) for position in positions]
+            else:
+                found.append((positions, _stacked([self.kinds[position] for position in positions])))
+        return found
+
+
+def _but_for_sizes(op: Operator) -> tuple[Any, ...]:
+    """All that an operator's price depends on but its sizes, and which of those are 0."""
+    products = op.gemm is not None and (True, op.gemm.batch_in_groups)
+    needs = op.batched, op.core, op.needs_backward, op.flops > 0, op.backward_flops > 0
+    return op.kind, op.target, op.dtype, op.attention, products, *needs
+
+
+def _stacked(kinds: Sequence[LayerKind]) -> LayerKind:
+    """Kinds whose operators differ in sizes alone, as one with an array for every size."""
+    operators = []
+    for column in zip(*(kind.operators for kind in kinds), strict=True):
+        sizes: dict[str, Any] = {name: np.array([getattr(op, name) for op in column]) for name in _SIZES}
+        if column[0].gemm is not None:
+            each: dict[str, Any] = {
+                name: np.array([getattr(op.gemm, name) for op in column]) for name in ("m", "n", "k", "groups")
+            }
+            sizes["gemm"] = dataclasses.replace(column[0].gemm, **each)
+        operators.append(dataclasses.replace(column[0], **sizes))
+    return LayerKind(operators=tuple(operators))
+
+
+def _passing_bytes(kind: LayerKind, device: Device, micro_batch: int) -> float:
+    """What the widest operator of a layer moves."""
     return stage_memory(
         [kind],
         strategy=Strategy(micro_batch_size=micro_batch),
         stage=0,
         recipe=_NO_STATE,
         device=device,
-        recompute=[policy],
-    )
+        recompute=["none"],
+    )["passing_activations"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

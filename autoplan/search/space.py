@@ -19,7 +19,7 @@ from autoplan.search.constraints import allowed, with_limits
 from autoplan.search.dag import DownSetChain, DownSets, down_set_chain, down_sets
 from autoplan.search.degrees import Candidates, enumerate_candidates, tensor_degrees
 from autoplan.search.forced import Forced, read_forced
-from autoplan.search.pricing import Activations, KindCosts, StateCosts, activations, kind_costs, state_costs
+from autoplan.search.pricing import Kinds, StateCosts, state_costs
 from autoplan.search.problem import Problem, check
 from autoplan.search.tables import Tables
 
@@ -31,10 +31,9 @@ class Space:
     problem: Problem
     forced: Forced
     _kinds: dict[int, tuple[LayerKind, ...]] = field(default_factory=dict)
-    _costs: dict[tuple[int, int], tuple[KindCosts, ...]] = field(default_factory=dict)
     _states: dict[tuple[int, int, bool, bool], StateCosts] = field(default_factory=dict)
     _totals: dict[int, tuple[int, int]] = field(default_factory=dict)
-    _activations: dict[int, tuple[Activations, ...]] = field(default_factory=dict)
+    _priced: dict[int, Kinds] = field(default_factory=dict)
     # What follows is of one order of the layers, and not shared with those of another.
     _chains: dict[tuple[int, int], Chain] = field(default_factory=dict, init=False)
     _convex: dict[tuple[int, int], DownSetChain] = field(default_factory=dict, init=False)
@@ -115,21 +114,16 @@ class Space:
         """The priced layers."""
         key = (tensor, micro_batch)
         if key not in self._chains:
-            kinds = self.kinds(tensor)
-            costs = tuple(
-                kind_costs(kind, self.problem.cluster, tensor=tensor, micro_batch=micro_batch, kept=kept)
-                for kind, kept in zip(kinds, self._kept(tensor), strict=True)
-            )
             layers = self.problem.layers_under(tensor)
-            self._chains[key] = build_chain(layers, kinds, costs, policies=self.policies, samples=micro_batch)
+            self._chains[key] = build_chain(
+                layers, self._kinds_to_price(tensor), policies=self.policies, samples=micro_batch
+            )
         return self._chains[key]
 
-    def _kept(self, tensor: int) -> tuple[Activations, ...]:
-        """What each kind leaves for its backward, for any micro-batch."""
-        if tensor not in self._activations:
-            device = self.problem.cluster.device
-            self._activations[tensor] = tuple(activations(kind, device) for kind in self.kinds(tensor))
-        return self._activations[tensor]
+    def _kinds_to_price(self, tensor: int) -> Kinds:
+        if tensor not in self._priced:
+            self._priced[tensor] = Kinds(kinds=self.kinds(tensor), cluster=self.problem.cluster, tensor=tensor)
+        return self._priced[tensor]
 
     def totals(self, tensor: int) -> tuple[int, int]:
         """Distinct parameter elements of the model on one tensor rank, and those that train."""
