@@ -5,15 +5,17 @@ PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready
+BRIDGES := $(VENV)-bridges
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test wide lint outputs setup clean
+.PHONY: help demo test wide bridges lint outputs setup clean
 
 help:
 	@echo "make demo     train a small GPT on 4 CPU processes under two plans and compare with one process"
 	@echo "make test     run the tests"
 	@echo "make wide     run the full matrices that 'make test' leaves out"
+	@echo "make bridges  test against the tools that plans are exported to, in a virtual environment of their own"
 	@echo "make lint     ruff and mypy"
 	@echo "make outputs  run README's commands again and put their output into it"
 	@echo "make setup    only set up $(VENV)"
@@ -27,6 +29,10 @@ test: $(READY)
 
 wide: $(READY)
 	@$(PYTEST) -m wide
+
+# Other tools bring a gigabyte and their own dependencies: they stay out of the environment of everything else.
+bridges: $(BRIDGES)/.ready
+	@OMP_NUM_THREADS=1 $(BRIDGES)/bin/python -m pytest -m bridges
 
 lint: $(READY)
 	@$(BIN)/ruff check .
@@ -50,5 +56,11 @@ $(READY): pyproject.toml constraints.txt
 	@$(BIN)/python -m pip install --disable-pip-version-check --no-input -c constraints.txt -e '.[dev]'
 	@touch $@
 
+$(BRIDGES)/.ready: pyproject.toml constraints.txt
+	@test -x $(BRIDGES)/bin/python || $(PYTHON) -m venv $(BRIDGES)
+	@$(BRIDGES)/bin/python -m pip install --disable-pip-version-check --no-input -q -c constraints.txt torch
+	@$(BRIDGES)/bin/python -m pip install --disable-pip-version-check --no-input -q -c constraints.txt -e '.[dev,bridges]'
+	@touch $@
+
 clean:
-	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis build dist
+	rm -rf $(VENV) $(BRIDGES) .pytest_cache .mypy_cache .ruff_cache .hypothesis build dist

@@ -1,0 +1,1 @@
+"""Programs inside other people's training loops; each module needs its own package installed."""
