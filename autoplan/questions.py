@@ -33,9 +33,9 @@ def fit(
 
     Raises :class:`InfeasibleError` where it does not: by how many bytes, which term, and the nearest changes that fit.
     """
+    asked = AskedModel(model, example_inputs, loss_fn, global_batch, seq, precision)
     from autoplan.search.questions import fit as answer
 
-    asked = AskedModel(model, example_inputs, loss_fn, global_batch, seq, precision)
     return answer(asked.problem(cluster_of(gpus, device), Wish(strategy, optimizer)))
 
 
@@ -58,9 +58,9 @@ def min_gpus(
     Without ``global_batch`` (and example inputs) each count runs its own default. Raises :class:`InfeasibleError` where
     no count fits.
     """
+    asked = AskedModel(model, example_inputs, loss_fn, global_batch, seq, precision)
     from autoplan.search.questions import min_gpus as answer
 
-    asked = AskedModel(model, example_inputs, loss_fn, global_batch, seq, precision)
     cluster = cluster_of(f"1x{gpu}" if gpu is not None else gpus, device)
     problem = asked.problem(cluster, Wish(strategy, optimizer))
     chosen = global_batch is not None or example_inputs is not None
@@ -81,7 +81,7 @@ def compare(
     optimizer: str = "adamw",
 ) -> tuple[Contender, ...]:
     """The best plan of every family of parallelism side by side; the chosen plan's is marked."""
+    asked = AskedModel(model, example_inputs, loss_fn, global_batch, seq, precision)
     from autoplan.search.questions import compare as answer
 
-    asked = AskedModel(model, example_inputs, loss_fn, global_batch, seq, precision)
     return answer(asked.problem(cluster_of(gpus, device), Wish(strategy, optimizer)))

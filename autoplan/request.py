@@ -11,8 +11,11 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from autoplan import progress
 from autoplan.cluster import Cluster
 from autoplan.errors import StrategyError
+from autoplan.models.catalog import check_named
+from autoplan.uncollected import uncollected
 
 if TYPE_CHECKING:
     from torch import nn
@@ -69,15 +72,20 @@ class AskedModel:
     seq: int | None
     precision: str | None
 
+    def __post_init__(self) -> None:
+        if isinstance(self.model, str):
+            check_named(self.model)
+
     def problem(self, cluster: Cluster, wish: Wish) -> Problem:
         """The question to the search; raises :class:`AutoplanError` for input that makes none."""
         return problem_of(self.trace(cluster), cluster, wish)
 
     def trace(self, cluster: Cluster) -> Traced:
         """To plan: blocks that are alike are traced once."""
-        from autoplan.capture import capture_folded
+        with uncollected():
+            from autoplan.capture import capture_folded
 
-        return self._trace(cluster, capture_folded)
+            return self._trace(cluster, capture_folded)
 
     def trace_whole(self, cluster: Cluster) -> Traced:
         """To compile: every block is traced."""
@@ -90,6 +98,7 @@ class AskedModel:
         from autoplan.models import trace_dtype
 
         started = time.perf_counter()
+        progress.at(None, "tracing")
         if self.global_batch is not None and self.global_batch < 1:
             raise StrategyError(
                 f"global batch {self.global_batch} is not one", legal="a whole number of samples from 1"

@@ -9,7 +9,6 @@ loss out of whatever it returns: so any Python structure may go in and come out.
 from __future__ import annotations
 
 import contextlib
-import gc
 import io
 import logging
 import warnings
@@ -30,6 +29,7 @@ from autoplan.capture.guard import ForeignTensors, untouched, watched
 from autoplan.capture.output import pick_loss
 from autoplan.capture.shapes import MAX_BATCH
 from autoplan.errors import CaptureError
+from autoplan.uncollected import uncollected
 
 MODEL_PREFIX = "model"
 LOSS_PREFIX = "loss_fn"
@@ -94,7 +94,7 @@ def trace(
         torch.device("meta") if shadow else contextlib.nullcontext(),
         torch.enable_grad(),
         _silence(),
-        _uncollected(),
+        uncollected(),
     ):
         wrapper.watch = ForeignTensors(refusals)
         if folding is not None:
@@ -220,15 +220,3 @@ def _silence() -> Iterator[None]:
             yield
     finally:
         logging.disable(disabled)
-
-
-@contextlib.contextmanager
-def _uncollected() -> Iterator[None]:
-    """No garbage collection while millions of live objects are made: a sixth of the time of a large trace."""
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if enabled:
-            gc.enable()

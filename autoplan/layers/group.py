@@ -21,7 +21,6 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-import networkx as nx
 from torch.fx import Node
 
 from autoplan.layers.blocks import find_blocks, is_leaf_class
@@ -88,20 +87,30 @@ def _module_mates(facts: Facts) -> dict[tuple[tuple[str, str], ...], Node]:
 def _topological_order(facts: Facts, members: Sequence[tuple[str, list[Node]]]) -> list[tuple[str, list[Node]]]:
     """Contract cycles; order by dependency, then by first appearance; the loss comes last."""
     vertex_of = {node: index for index, (_, nodes) in enumerate(members) for node in nodes}
-    graph = nx.DiGraph()
-    graph.add_nodes_from(range(len(members)))
+    after: dict[int, set[int]] = {index: set() for index in range(len(members))}
     for node, target in vertex_of.items():
         for earlier in facts.before[node]:
             source = vertex_of.get(earlier, target)
             if source != target:
-                graph.add_edge(source, target)
+                after[source].add(target)
     last = vertex_of.get(facts.loss) if facts.loss is not None else None
     if last is not None:
-        graph.add_edges_from([(sink, last) for sink in graph.nodes if sink != last and not graph.out_degree(sink)])
-    condensed = nx.condensation(graph)
-    merged = {index: _merge([members[i] for i in data["members"]], facts) for index, data in condensed.nodes(data=True)}
-    first = {index: facts.position[nodes[0]] for index, (_, nodes) in merged.items()}
-    return [merged[index] for index in _kahn(condensed, first)]
+        for sink, later in after.items():
+            if sink != last and not later:
+                later.add(last)
+    ordered = _kahn(after, [facts.position[nodes[0]] for _, nodes in members])
+    if len(ordered) == len(members):
+        return [members[index] for index in ordered]
+    return _topological_order(facts, [_merge([members[i] for i in cycle], facts) for cycle in _cycles(after)])
+
+
+def _cycles(after: Mapping[int, Collection[int]]) -> list[list[int]]:
+    """Vertices that reach each other, together; every vertex is in one of the lists."""
+    import networkx as nx  # rarely needed, and a tenth of a second to load
+
+    graph = nx.DiGraph([(source, target) for source, targets in after.items() for target in targets])
+    graph.add_nodes_from(after)
+    return [sorted(component) for component in nx.strongly_connected_components(graph)]
 
 
 def _merge(parts: Sequence[tuple[str, list[Node]]], facts: Facts) -> tuple[str, list[Node]]:
@@ -110,17 +119,23 @@ def _merge(parts: Sequence[tuple[str, list[Node]]], facts: Facts) -> tuple[str, 
     return (min(named)[1] if named else "", nodes)
 
 
-def _kahn(graph: nx.DiGraph, first: Mapping[int, int]) -> Iterable[int]:
-    waiting = dict(graph.in_degree())
+def _kahn(after: Mapping[int, Collection[int]], first: Sequence[int]) -> list[int]:
+    """Vertices in an order of ``after``, the smallest ``first`` where there is a choice; those in cycles left out."""
+    waiting = dict.fromkeys(after, 0)
+    for targets in after.values():
+        for target in targets:
+            waiting[target] += 1
     ready = [(first[index], index) for index, degree in waiting.items() if degree == 0]
     heapq.heapify(ready)
+    order = []
     while ready:
         _, index = heapq.heappop(ready)
-        yield index
-        for later in graph.successors(index):
+        order.append(index)
+        for later in after[index]:
             waiting[later] -= 1
             if waiting[later] == 0:
                 heapq.heappush(ready, (first[later], later))
+    return order
 
 
 # ---------------------------------------------------------------------------------------------- layers

@@ -9,9 +9,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
-import networkx as nx
+if TYPE_CHECKING:
+    import networkx as nx
 
 OperatorKind = Literal[
     "gemm",
@@ -219,6 +220,8 @@ class LayerGraph:
 
     def digraph(self) -> nx.DiGraph:
         """The graph in networkx: nodes are layer indices, edges carry ``bytes_per_sample``."""
+        import networkx as nx
+
         graph: nx.DiGraph = nx.DiGraph(name=self.name)
         for index, layer in enumerate(self.layers):
             graph.add_node(index, layer=layer, kind=self.kinds[layer.kind])

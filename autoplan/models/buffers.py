@@ -15,7 +15,8 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from autoplan.models import factory, huggingface
-from autoplan.models.resolution import config_of, is_factory
+from autoplan.models.catalog import is_factory
+from autoplan.models.resolution import config_of
 from autoplan.models.types import DEFAULT_PRECISION, trace_dtype
 
 _UNFILLED = (torch.empty, torch.empty_strided, torch.rand, torch.randn)

@@ -1,14 +1,18 @@
-"""The presets: Hugging Face configs shipped with autoplan, each with its source. Imports no torch."""
+"""MODEL by name: the presets, which are Hugging Face configs with their sources, and config files. Imports no torch."""
 
 from __future__ import annotations
 
 import difflib
+import re
 import tomllib
 from dataclasses import dataclass
 from importlib import resources
 from importlib.resources.abc import Traversable
+from pathlib import Path
 
 from autoplan.errors import ModelError
+
+_FACTORY = re.compile(r"\.py:[^:/\\]*$")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,6 +50,41 @@ def preset(name: str) -> Preset:
         legal="a preset, a Hugging Face config.json, or file.py:factory",
         attempt=advice,
     )
+
+
+def is_factory(model: str) -> bool:
+    """Whether MODEL is ``file.py:factory``."""
+    return _FACTORY.search(model) is not None
+
+
+def check_named(model: str) -> None:
+    """Raise :class:`ModelError` where MODEL names nothing that is there: at once, before torch is imported."""
+    if not is_factory(model):
+        config_text(model)
+
+
+def config_text(model: str) -> tuple[str, str, str]:
+    """(text, where it stands, name) of a preset or a config file; a preset's name wins over a folder's."""
+    if model.endswith(".py"):
+        raise ModelError(f"{model} names a file and no factory", legal="file.py:factory", attempt=f"{model}:build")
+    path = Path(model)
+    path = path / "config.json" if path.is_dir() else path
+    known = model.lower() in {entry.name for entry in presets()}
+    if not known and (path.suffix == ".json" or path.is_file()):
+        return _read(path), str(path), path.resolve().parent.name if path.stem == "config" else path.stem
+    entry = preset(model)
+    return entry.path.read_text(encoding="utf-8"), f"preset {entry.name}", entry.name
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise ModelError(
+            f"cannot read the config: {error.strerror}", where=str(path), attempt="check the path"
+        ) from None
+    except UnicodeDecodeError:
+        raise ModelError("malformed config: not a text file", where=str(path)) from None
 
 
 def _folder() -> Traversable:

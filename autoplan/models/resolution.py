@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -13,15 +11,8 @@ from transformers import PreTrainedModel
 
 from autoplan.errors import ModelError
 from autoplan.models import factory, huggingface
-from autoplan.models.catalog import preset, presets
+from autoplan.models.catalog import config_text, is_factory
 from autoplan.models.types import DEFAULT_PRECISION, ResolvedModel, trace_dtype
-
-_FACTORY = re.compile(r"\.py:[^:/\\]*$")
-
-
-def is_factory(model: str) -> bool:
-    """Whether MODEL is ``file.py:factory``."""
-    return _FACTORY.search(model) is not None
 
 
 def resolve(model: str, *, sequence: int | None = None, precision: str | None = None, batch: int) -> ResolvedModel:
@@ -33,9 +24,7 @@ def resolve(model: str, *, sequence: int | None = None, precision: str | None = 
     dtype = trace_dtype(precision or DEFAULT_PRECISION)
     if is_factory(model):
         return _from_factory(model, sequence=sequence, precision=precision, batch=batch)
-    if model.endswith(".py"):
-        raise ModelError(f"{model} names a file and no factory", legal="file.py:factory", attempt=f"{model}:build")
-    text, where, name = _config_text(model)
+    text, where, name = config_text(model)
     config = huggingface.parse_config(text, where=where)
     built = huggingface.build_on_meta(config, dtype=dtype, where=where)
     inputs, assumptions = huggingface.example_inputs_for(built, batch=batch, sequence=sequence)
@@ -74,19 +63,8 @@ def from_module(
 
 def config_of(model: str) -> tuple[Any, str]:
     """The config that a preset's name or a config.json means, and where it stands; raises :class:`ModelError`."""
-    text, where, _ = _config_text(model)
+    text, where, _ = config_text(model)
     return huggingface.parse_config(text, where=where), where
-
-
-def _config_text(model: str) -> tuple[str, str, str]:
-    """(text, where it stands, name) of a preset or a config file; a preset's name wins over a folder's."""
-    path = Path(model)
-    path = path / "config.json" if path.is_dir() else path
-    known = model.lower() in {entry.name for entry in presets()}
-    if not known and (path.suffix == ".json" or path.is_file()):
-        return _read(path), str(path), path.resolve().parent.name if path.stem == "config" else path.stem
-    entry = preset(model)
-    return entry.path.read_text(encoding="utf-8"), f"preset {entry.name}", entry.name
 
 
 def _from_factory(reference: str, *, sequence: int | None, precision: str | None, batch: int) -> ResolvedModel:
@@ -119,14 +97,3 @@ def _cast_floating(inputs: Any, dtype: torch.dtype) -> Any:
         return tensor.to(dtype) if tensor.is_floating_point() else tensor
 
     return torch.utils._pytree.tree_map_only(torch.Tensor, cast, inputs)
-
-
-def _read(path: Path) -> str:
-    try:
-        return path.read_text(encoding="utf-8")
-    except OSError as error:
-        raise ModelError(
-            f"cannot read the config: {error.strerror}", where=str(path), attempt="check the path"
-        ) from None
-    except UnicodeDecodeError:
-        raise ModelError("malformed config: not a text file", where=str(path)) from None

@@ -15,7 +15,7 @@ from autoplan.consistency import other_model
 from autoplan.errors import ClusterError, ModelError, PlanFileError
 from autoplan.layers import LayerGraph, build_layers
 from autoplan.models import from_module, resolve, trace_dtype
-from autoplan.models.resolution import is_factory
+from autoplan.models.catalog import is_factory
 from autoplan.plan import Plan
 
 
