@@ -144,6 +144,5 @@ application = typer.Typer(
     cls=Application,
     callback=_common,
     no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_enable=False,
 )

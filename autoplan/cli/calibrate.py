@@ -30,6 +30,8 @@ def calibrate(
     """Measure this machine's operators and links, and fit the figures that plans are made from.
 
     Prints measured against predicted, by family and for what is predicted worst.
+
+    Example: autoplan calibrate --device cpu --gpus 2 --quick -o here.toml
     """
     options.check_writable(output, what="cluster file")
     from autoplan.calibration import calibrate as measure

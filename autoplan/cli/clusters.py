@@ -8,7 +8,10 @@ from autoplan.explain.text import size
 
 
 def clusters(json: options.Json = False) -> None:
-    """List the GPU kinds known, with the figures plans are made from."""
+    """List the GPU kinds known, with the figures plans are made from.
+
+    Example: autoplan clusters
+    """
     machines = [Cluster.parse(f"1x{kind}") for kind in device_kinds()]
     if json:
         console.result_json({"schema": 1, "devices": [_row(machine) for machine in machines]})

@@ -30,6 +30,8 @@ def compare(
     """Show the best plan of each family: one GPU, data, sharded state, pipeline, tensor and their combinations.
 
     Exit code 1: none of them fits.
+
+    Example: autoplan compare gpt2-xl --gpus 8xA100-80GB --global-batch 64
     """
     forced = options.with_limits(
         options.parse_strategy(strategy), headroom=headroom, max_gpus=max_gpus, inside_node=inside_node

@@ -37,6 +37,8 @@ def doctor(json: options.Json = False) -> None:
     """Check versions, GPUs, solvers and that processes start and talk to each other.
 
     Exit code 1: something that planning or training needs does not work.
+
+    Example: autoplan doctor
     """
     with console.progress("Examining this machine"):
         findings = [finding for check in CHECKS for finding in _run(check)]

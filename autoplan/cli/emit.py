@@ -19,7 +19,9 @@ def emit(
     """Write the plan's program as readable Python that needs only torch: `torchrun train.py` trains it.
 
     Weights come along where the model has any; a preset's program starts from random ones, or from files that you give
-    it. Example: autoplan emit llama3-8b plan.json -o llama3-8b-program
+    it.
+
+    Example: autoplan emit llama3-8b plan.json -o llama3-8b-program
     """
     import autoplan
     from autoplan.export import emit_model

@@ -32,6 +32,8 @@ def fit(
     """Say whether a model fits, and with how much memory to spare.
 
     Exit code 0: it fits. Exit code 1: it does not; then by how much, and the nearest changes that fit.
+
+    Example: autoplan fit llama3-8b --gpus 8xA100-80GB --global-batch 64
     """
     forced = options.with_limits(
         options.parse_strategy(strategy), headroom=headroom, max_gpus=max_gpus, stages=stages, inside_node=inside_node

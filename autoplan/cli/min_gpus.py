@@ -29,6 +29,8 @@ def min_gpus(
     """Find the fewest GPUs of a kind that hold a model.
 
     Exit code 1: no number of them does.
+
+    Example: autoplan min-gpus llama3-70b --gpu H100
     """
     if (gpu is None) == (gpus is None):
         raise ClusterError("name the kind of GPU once", legal="--gpu KIND, or --gpus SPEC", attempt="--gpu H100")

@@ -7,7 +7,10 @@ from autoplan.explain.text import count
 
 
 def models(json: options.Json = False) -> None:
-    """List the presets and where their figures come from."""
+    """List the presets and where their figures come from.
+
+    Example: autoplan models --json
+    """
     from autoplan.models import presets
 
     if json:

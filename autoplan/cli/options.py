@@ -11,11 +11,36 @@ import typer
 
 from autoplan.errors import AutoplanError, StrategyError
 
+
+def _presets(incomplete: str) -> list[str]:
+    """What a shell offers for MODEL: presets, and (none being offered) its own files."""
+    from autoplan.models.catalog import presets
+
+    return [entry.name for entry in presets() if entry.name.startswith(incomplete)]
+
+
+def _specs(incomplete: str) -> list[str]:
+    """What a shell offers for SPEC: kinds of GPUs, behind a number that is there already or a node of 8."""
+    from autoplan.cluster.hardware import device_kinds
+
+    counted, times, kind = incomplete.rpartition("x")
+    return [f"{counted if times else 8}x{name}" for name in device_kinds() if name.startswith(kind if times else "")]
+
+
 Model = Annotated[
-    str, typer.Argument(metavar="MODEL", help="A preset, a Hugging Face config.json, or file.py:factory.")
+    str,
+    typer.Argument(
+        metavar="MODEL", help="A preset, a Hugging Face config.json, or file.py:factory.", autocompletion=_presets
+    ),
 ]
 Gpus = Annotated[
-    str, typer.Option("--gpus", metavar="SPEC", help="8, 8xH100, 2x8xA100-80GB, 8xH100+8xA100, or a cluster file.")
+    str,
+    typer.Option(
+        "--gpus",
+        metavar="SPEC",
+        help="8, 8xH100, 2x8xA100-80GB, 8xH100+8xA100, or a cluster file.",
+        autocompletion=_specs,
+    ),
 ]
 GlobalBatch = Annotated[
     int | None, typer.Option("--global-batch", metavar="N", help="Samples in one step, over all GPUs.")
@@ -32,7 +57,7 @@ StrategyText = Annotated[
     typer.Option(
         "--strategy",
         metavar="K=V,...",
-        help="Force parts of the answer, or bound them: data=4,tensor=1|2,pipeline<=4,zero_stage=1.",
+        help="Force parts of the answer, or bound them: data=4,tensor=1|2,pipeline<=4.",
     ),
 ]
 Headroom = Annotated[

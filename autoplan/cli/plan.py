@@ -32,8 +32,10 @@ def plan(
 ) -> None:
     """Find the fastest plan that fits, and prove it.
 
-    Keys in --strategy are forced, --like keeps to what another tool can express; the rest is planned. Exit code 1:
-    nothing fits.
+    Keys in --strategy are forced, --like keeps to what another tool can express; the rest is planned.
+    Exit code 1: nothing fits.
+
+    Example: autoplan plan llama3-70b --gpus 8x8xH100 --global-batch 256 --seq 4096 -o plan.json
     """
     forced = options.with_limits(
         options.parse_strategy(strategy), headroom=headroom, max_gpus=max_gpus, stages=stages, inside_node=inside_node

@@ -36,6 +36,8 @@ def predict(
 
     With --config the strategy, and the global batch, precision and sequence where they are not given, are those of a
     configuration that you train with today; keys of --strategy go before its own. Exit code 1: it does not fit.
+
+    Example: autoplan predict llama3-8b --gpus 8xH100 --strategy data=8,zero_stage=1
     """
     wanted = options.with_limits(options.parse_strategy(strategy), stages=stages)
     if config is not None:

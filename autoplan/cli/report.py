@@ -15,7 +15,7 @@ from autoplan.plan import Plan
 Target = Annotated[Path, typer.Option("-o", "--output", metavar="FILE.html", help="Where to write it; - is stdout.")]
 
 
-def report(path: options.PlanFile, output: Target = Path("plan.html")) -> None:
+def report(path: options.PlanFile, output: Target = Path("plan.html"), json: options.Json = False) -> None:
     """Write a plan as one HTML page that needs no network: to read, to print, to attach.
 
     Example: autoplan report plan.json -o plan.html
@@ -28,4 +28,7 @@ def report(path: options.PlanFile, output: Target = Path("plan.html")) -> None:
         sys.stdout.write(text)
         return
     write_beside(output, text)
+    if json:
+        console.result_json({"schema": 1, "file": str(output), "bytes": len(text.encode())})
+        return
     console.note(f"wrote {output}: open it in a browser")

@@ -14,7 +14,10 @@ Timeline = Annotated[bool, typer.Option("--timeline", help="Draw one step: a row
 
 
 def show(path: options.PlanFile, timeline: Timeline = False, json: options.Json = False) -> None:
-    """Print a plan file as `autoplan plan` printed it."""
+    """Print a plan file as `autoplan plan` printed it.
+
+    Example: autoplan show plan.json --timeline
+    """
     plan = Plan.load(path)
     if json:
         console.result_json(plan.to_dict())

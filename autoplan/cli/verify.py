@@ -22,6 +22,8 @@ def verify(
 
     Static checks hold for any number of GPUs; the numeric check runs a smaller copy of the model under the same kinds
     of parallelism. Exit code 0: equal. 1: different, or not shown to be equal.
+
+    Example: autoplan verify gpt2 plan.json
     """
     import autoplan
     from autoplan.verification.text import report_text
