@@ -1,0 +1,294 @@
+"""What the commands print with ``--json``, as types: each object has ``schema`` 1, and only grows.
+
+``plan``, ``predict``, ``show`` and ``explain`` print a plan (:mod:`autoplan.report.schema`), with ``seconds``, or
+:class:`Infeasible`. Bytes, seconds and FLOPs are plain numbers, their unit in the name.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from pydantic import ConfigDict, TypeAdapter
+from typing_extensions import TypedDict  # pydantic wants this one before Python 3.12
+
+from autoplan.explain.operators import Row
+from autoplan.plan import Plan, Strategy
+from autoplan.report.difference import Change
+from autoplan.verification.types import Check, Numeric
+
+_WHOLE = ConfigDict(extra="forbid")
+
+
+class Answer(TypedDict):
+    """What every object has."""
+
+    __pydantic_config__ = _WHOLE  # type: ignore[misc]
+
+    schema: Literal[1]
+
+
+class Infeasible(Answer):
+    """The answer no, with exit code 1."""
+
+    feasible: Literal[False]
+    reason: str
+    short_by_bytes: float
+    term: str
+    suggestions: list[str]
+
+
+class Fits(Answer):
+    feasible: Literal[True]
+    gpus: int
+    gpus_used: int
+    global_batch: int
+    strategy: Strategy
+    memory_bytes: float
+    peak_memory_bytes: float
+    headroom_bytes: float
+    roomiest: Strategy
+    most_headroom_bytes: float
+
+
+class Fewest(Answer):
+    feasible: Literal[True]
+    gpus: int
+    device: str
+    global_batch: int
+    strategy: Strategy
+
+
+class Family(TypedDict):
+    """The best plan of a family; figures are null where none of it fits."""
+
+    __pydantic_config__ = _WHOLE  # type: ignore[misc]
+
+    family: str
+    strategy: Strategy
+    chosen: bool
+    step_time_s: float | None
+    tokens_per_s: float | None
+    peak_memory_bytes: float
+    bubble_fraction: float | None
+    exposed_communication_s: float | None
+    short_by_bytes: float
+
+
+class Compared(Answer):
+    feasible: bool
+    families: list[Family]
+
+
+class Operators(Answer):
+    """``explain --operators``."""
+
+    operators: list[Row]
+
+
+class OneLayer(Answer):
+    """``explain --layer NAME``."""
+
+    layer: int
+    name: str
+    stage: int
+    recompute: str
+    parameters: int
+    input_bytes: float
+    collectives: list[str]
+    operators: list[Row]
+
+
+class Differences(Answer):
+    same: bool
+    inputs: list[Change]
+    strategy: list[Change]
+    stages: list[Change]
+    predicted: list[Change]
+    time_terms: list[Change]
+    memory_terms: list[Change]
+
+
+class Simulated(Answer):
+    """``left_out``: actions that the trace does not show; ``not_attributed_s``: of the predicted step."""
+
+    model: str
+    cluster: str
+    strategy: str
+    predicted_step_s: float
+    end_s: float
+    not_attributed_s: float
+    actions: int
+    left_out: int
+    idle_share_of_stages: list[float]
+    file: str | None
+
+
+class Reported(Answer):
+    file: str
+    bytes: int
+
+
+class Verified(Answer):
+    equal: bool
+    model: str
+    strategy: Strategy
+    gpus: int
+    static: list[Check]
+    numeric: Numeric
+    seconds: dict[str, float]
+
+
+class Emitted(Answer):
+    directory: str
+    files: list[str]
+
+
+class Exported(Answer):
+    """``lost``: what the target cannot express of the plan."""
+
+    target: str
+    files: dict[str, str]
+    launch: str
+    lost: list[str]
+
+
+class Imported(Answer):
+    tool: str
+    strategy: dict[str, Any]
+    gpus: int | None
+    global_batch: int | None
+    precision: str | None
+    seq: int | None
+    notes: list[str]
+
+
+class Preset(TypedDict):
+    __pydantic_config__ = _WHOLE  # type: ignore[misc]
+
+    name: str
+    parameters: int
+    source: str
+
+
+class Models(Answer):
+    models: list[Preset]
+
+
+class Wire(TypedDict):
+    """``bytes_per_s`` of one GPU in one direction."""
+
+    __pydantic_config__ = _WHOLE  # type: ignore[misc]
+
+    name: str
+    bytes_per_s: float
+
+
+class MeasuredWire(Wire):
+    latency_s: float
+
+
+class Kind(TypedDict):
+    """``peak_flops`` by dtype."""
+
+    __pydantic_config__ = _WHOLE  # type: ignore[misc]
+
+    name: str
+    memory_bytes: float
+    memory_bytes_per_s: float
+    peak_flops: dict[str, float]
+    intra: Wire
+    inter: Wire
+
+
+class Clusters(Answer):
+    devices: list[Kind]
+
+
+class Finding(TypedDict):
+    __pydantic_config__ = _WHOLE  # type: ignore[misc]
+
+    state: Literal["ok", "warn", "FAIL"]
+    what: str
+    said: str
+    attempt: str
+
+
+class Examined(Answer):
+    healthy: bool
+    findings: list[Finding]
+
+
+class Fitted(TypedDict):
+    __pydantic_config__ = _WHOLE  # type: ignore[misc]
+
+    name: str
+    peak_flops: dict[str, float]
+    memory_bytes_per_s: float
+    launch_s: float
+    gemm_efficiency: float
+    attention_forward_efficiency: float
+    attention_backward_efficiency: float
+    memory_efficiency: float
+
+
+class Error(TypedDict):
+    __pydantic_config__ = _WHOLE  # type: ignore[misc]
+
+    median: float
+    worst: float
+
+
+class Measurement(TypedDict):
+    __pydantic_config__ = _WHOLE  # type: ignore[misc]
+
+    family: str
+    name: str
+    measured_s: float
+    predicted_s: float
+    error: float
+
+
+class Calibrated(Answer):
+    device: Fitted
+    intra: MeasuredWire
+    gpus: int
+    errors: dict[str, Error]
+    measurements: list[Measurement]
+
+
+# What each command prints with --json.
+ANSWERS: dict[str, Any] = {
+    "plan": Plan | Infeasible,
+    "predict": Plan | Infeasible,
+    "fit": Fits | Infeasible,
+    "min-gpus": Fewest | Infeasible,
+    "compare": Compared,
+    "explain": Plan | Operators | OneLayer,
+    "show": Plan,
+    "simulate": Simulated,
+    "report": Reported,
+    "diff": Differences,
+    "verify": Verified,
+    "emit": Emitted,
+    "export": Exported,
+    "import": Imported,
+    "models": Models,
+    "clusters": Clusters,
+    "doctor": Examined,
+    "calibrate": Calibrated,
+}
+
+
+def answers_schema() -> dict[str, Any]:
+    """JSON Schema (draft 2020-12) of all of them: ``properties`` holds one a command."""
+    mode: Literal["serialization"] = "serialization"
+    schemas, definitions = TypeAdapter.json_schemas(
+        [(command, mode, TypeAdapter(answer)) for command, answer in ANSWERS.items()]
+    )
+    properties = {command: schemas[command, mode] for command in ANSWERS}
+    return {
+        "$schema": "https://json-schema.org/draft/2020-12/schema",
+        "title": "what autoplan's commands print with --json",
+        "properties": properties,
+        "$defs": definitions["$defs"],
+    }
