@@ -1,12 +1,14 @@
-"""Random operators that the tensor axis splits draw numbers of each rank's own.
+"""Random operators that an axis splits draw numbers of each rank's own.
 
-Requires the graph before and after :mod:`autoplan.passes.shard_tensors`, whose nodes keep their names. Guarantees:
+Requires the graph before and after :mod:`autoplan.passes.shard_tensors` or :mod:`autoplan.passes.context_parallel`,
+whose nodes keep their names. Guarantees:
 an operator that draws random numbers and whose result is smaller than it was, a rank's part of it, becomes a call of
 :func:`autoplan.passes.operators.drawn_apart`; without it, dropout would drop the same places of every rank's part.
 Operators that every rank computes whole are left to draw alike, and so are those that write in place.
 
 Dropout of a share of the sequence (values [batch, sequence, hidden] under sequence parallelism) becomes a call of
-:func:`autoplan.passes.operators.drawn_in_part`: its part of what the program without sequence parallelism draws.
+:func:`autoplan.passes.operators.drawn_in_part`: its part of what the program without sequence parallelism draws; of a
+rank's positions, on the context axis, one of :func:`autoplan.passes.context_operators.drawn_for_positions`.
 """
 
 from __future__ import annotations
@@ -18,6 +20,7 @@ from torch import Tensor
 from torch.fx import Graph, GraphModule, Node
 
 from autoplan.passes import operators
+from autoplan.passes.context_operators import drawn_for_positions
 from autoplan.passes.graph_facts import GraphFacts, copy_graph
 
 NAME = "draw_apart"
@@ -50,7 +53,8 @@ def _drawn(graph: Graph, node: Node, whole: Node, axis: str) -> Node:
     args: Any
     if is_dropout and len(full) == 3 and split == [_SEQUENCE]:
         args = (node.target, axis, _SEQUENCE, *node.args)
-        return graph.call_function(operators.drawn_in_part, args)
+        in_part = drawn_for_positions if axis == "context" else operators.drawn_in_part
+        return graph.call_function(in_part, args)
     args = (node.target, axis, *node.args)
     return graph.call_function(operators.drawn_apart, args, dict(node.kwargs))
 

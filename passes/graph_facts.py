@@ -21,7 +21,7 @@ from torch.fx import GraphModule, Node
 from autoplan.capture.errors import node_line
 from autoplan.capture.shapes import is_data_dependent, size_at
 from autoplan.errors import AutoplanError
-from autoplan.passes import operators, weight_gradients
+from autoplan.passes import context_operators, operators, weight_gradients
 
 aten = torch.ops.aten
 
@@ -37,6 +37,7 @@ _STATISTICS: dict[Any, tuple[int, tuple[int, ...]]] = {
 _ONLY_VIEWS = {aten.detach_.default}
 _MAY_RETURN_INPUT = {aten.dropout.default, aten.feature_dropout.default, aten.alpha_dropout.default}
 
+_DRAWING = (operators.drawn_apart, operators.drawn_in_part, context_operators.drawn_for_positions)
 # Functions of ours whose result is never their input's memory.
 _NEW_MEMORY = {
     operators.reduce_from_axis,
@@ -45,6 +46,12 @@ _NEW_MEMORY = {
     operators.vocabulary_embedding,
     operators.vocabulary_cross_entropy,
     operators.gather_slices,
+    context_operators.own_positions,
+    context_operators.all_positions,
+    context_operators.sum_over_axis,
+    context_operators.share_of,
+    context_operators.positions_attention,
+    context_operators.drawn_for_positions,
     weight_gradients.linear_in_parts,
     weight_gradients.addmm_in_parts,
     weight_gradients.mm_in_parts,
@@ -371,8 +378,10 @@ def _is_random(node: Node, facts: GraphFacts) -> bool:
         return torch.Tag.nondeterministic_seeded in target.tags
     if node.op != "call_function":
         return False
-    if node.target in (operators.drawn_apart, operators.drawn_in_part):
+    if node.target in _DRAWING:
         return True
+    if node.target is context_operators.positions_attention:
+        return bool(node.args[4])  # dropout_p
     graphs = [facts.attribute(str(n.target)) for n in node.all_input_nodes if n.op == "get_attr"]
     return any(
         _is_random(inner, GraphFacts(module.graph, module))

@@ -67,6 +67,11 @@ def communicating(communicator: Communicator) -> Iterator[None]:
         _CURRENT.reset(token)
 
 
+def current() -> Communicator:
+    """The communicator that is installed in this context."""
+    return _CURRENT.get()
+
+
 class ParameterSlices(Protocol):
     """Parameters split over the data axis, as the runtime keeps them."""
 
@@ -137,6 +142,14 @@ def drawn_in_part(operation: Callable[..., Any], axis: str, dim: int, x: Tensor,
     return x * _slice(factors, communicator.rank(axis), ranks, dim, (), 0)
 
 
+_RECOMPUTING: ContextVar[bool] = ContextVar("autoplan_recomputing", default=False)
+
+
+def recomputing() -> bool:
+    """Whether what runs is kept by nobody, because it runs again in the backward."""
+    return _RECOMPUTING.get()
+
+
 def recomputed(module: GraphModule, *inputs: Any) -> Any:
     """``module(*inputs)``, of which only ``inputs`` are kept: it runs again when the backward first needs a value, and
     stops after the last one needed. Collectives in it run again too, on every rank of their group alike.
@@ -146,7 +159,9 @@ def recomputed(module: GraphModule, *inputs: Any) -> Any:
     if not torch.is_grad_enabled() or not any(isinstance(i, Tensor) and i.requires_grad for i in inputs):
         return module.forward(*inputs)
     # Autograd may call from a thread that knows of no communicator: take along what is installed now.
-    run = functools.partial(contextvars.copy_context().run, module.forward)
+    context = contextvars.copy_context()
+    context.run(_RECOMPUTING.set, True)
+    run = functools.partial(context.run, module.forward)
     return checkpoint(run, *inputs, use_reentrant=False, preserve_rng_state=bool(module.meta.get("random", True)))
 
 

@@ -28,6 +28,7 @@ from torch.fx import Graph, GraphModule, Node
 
 from autoplan.passes import operators
 from autoplan.passes.lint import check_placements
+from autoplan.passes.rewriting import LocalValues, layout, override, place_of
 from autoplan.sharding import Placement, Sharding, take_shard
 from autoplan.sharding.conversions import Step, steps
 from autoplan.sharding.operation import GraphFacts, Operation, rebuild, tensors_of
@@ -92,10 +93,11 @@ class _Writer:
     placed: dict[Node, Placement] = field(init=False, default_factory=dict)
     layers: dict[Node, int] = field(init=False, default_factory=dict)
     converted: dict[tuple[Node, Step, int], Node] = field(init=False, default_factory=dict)
-    local_values: dict[tuple[Any, ...], Tensor] = field(init=False, default_factory=dict)
+    local_values: LocalValues = field(init=False)
 
     def __post_init__(self) -> None:
         self.facts = GraphFacts(self.graph_module, self.sharding.degree)
+        self.local_values = LocalValues(self.sharding.degree)
 
     def write(self) -> GraphModule:
         for node in self.facts.graph.nodes:
@@ -175,12 +177,12 @@ class _Writer:
         return value
 
     def _convert(self, node: Node, value: Node, step: Step, reader: Node) -> Node:
-        layout = _layout(step.source if isinstance(step.source, Shard) else step.target)
+        where = layout(step.source if isinstance(step.source, Shard) else step.target)
         function = getattr(operators, step.function)
         beside = reader if reader.op == "call_function" else node
         return self._insert(
             function,
-            (value, AXIS, *layout),
+            (value, AXIS, *where),
             like=node,
             name=_SUFFIX[step.function],
             beside=beside,
@@ -199,7 +201,7 @@ class _Writer:
     ) -> Node:
         """A node of the pass's own: ``like`` lends its whole shape, ``beside`` its place in modules and source."""
         new = self.graph.create_node("call_function", function, args, {}, name=f"{like.name}_{name}")
-        new.meta = {**self._meta(like, placement), **_place_of(beside), "autoplan_origin": beside.name}
+        new.meta = {**self._meta(like, placement), **place_of(beside), "autoplan_origin": beside.name}
         self.origin[new.name] = beside.name
         return new
 
@@ -211,7 +213,7 @@ class _Writer:
         args, kwargs = rebuild(node, operands, self.written.__getitem__)
         if rule is not None and option.split:
             local = rule.local_arguments(operation, option)
-            args, kwargs = _override(node, args, kwargs, self._written_sizes(local, node))
+            args, kwargs = override(node, args, kwargs, self._written_sizes(local, node))
         return self._named(node, node.target, args, kwargs, option.output)
 
     def _add_late(
@@ -232,7 +234,7 @@ class _Writer:
         (step,) = steps(PARTIAL, option.output, differentiable=operation.differentiable) or ()
         total = self._insert(
             getattr(operators, step.function),
-            (core, AXIS, *_layout(option.output)),
+            (core, AXIS, *layout(option.output)),
             like=node,
             name=_SUFFIX[step.function],
             beside=node,
@@ -303,7 +305,7 @@ class _Writer:
         def one(value: Any) -> Any:
             if isinstance(value, LocalSize):
                 new = self.graph.call_function(operator.floordiv, (self.written[value.size], self.facts.degree))
-                new.meta = {**_place_of(node), "val": value.size.meta["val"] // self.facts.degree}
+                new.meta = {**place_of(node), "val": value.size.meta["val"] // self.facts.degree}
                 new.meta["autoplan_origin"] = self.origin[new.name] = node.name
                 return new
             if isinstance(value, list | tuple):
@@ -315,19 +317,8 @@ class _Writer:
     def _meta(self, node: Node, placement: Placement) -> dict[str, Any]:
         meta = dict(node.meta)
         if isinstance(placement, Shard) and tensors_of(meta.get("val")):
-            meta["val"] = self._local_value(meta["val"], placement.dim)
+            meta["val"] = self.local_values.of(meta["val"], placement.dim)
         return meta
-
-    def _local_value(self, value: Any, dim: int) -> Any:
-        """A stand-in of the local shape; nodes of equal shapes share one, for making them is the pass's main cost."""
-        if isinstance(value, (tuple, list)):
-            return type(value)(self._local_value(item, dim) for item in value)
-        key = (*map(str, value.shape), value.dtype, value.device, dim)
-        if key not in self.local_values:
-            sizes = list(value.shape)
-            sizes[dim] = sizes[dim] // self.facts.degree
-            self.local_values[key] = value.detach().new_empty(sizes)
-        return self.local_values[key]
 
 
 _FORMS: dict[str, Callable[..., Node]] = {
@@ -338,29 +329,3 @@ _FORMS: dict[str, Callable[..., Node]] = {
     "vocabulary_embedding": _Writer._vocabulary_embedding,
     "vocabulary_cross_entropy": _Writer._vocabulary_cross_entropy,
 }
-
-
-def _layout(state: Placement) -> tuple[Any, ...]:
-    """The last arguments of a function that cuts or joins along ``state``; none of one that does not."""
-    if not isinstance(state, Shard):
-        return ()
-    return (state.dim, list(state.parts), state.block) if state.parts or state.block else (state.dim,)
-
-
-def _place_of(node: Node) -> dict[str, Any]:
-    return {key: node.meta[key] for key in ("nn_module_stack", "stack_trace") if key in node.meta}
-
-
-def _override(
-    node: Node, args: tuple[Any, ...], kwargs: dict[str, Any], local: dict[str, Any]
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """``args`` and ``kwargs`` with the arguments in ``local`` replaced, wherever they stand."""
-    names = [argument.name for argument in node.target._schema.arguments] if local else []  # type: ignore[union-attr]
-    listed, named = list(args), dict(kwargs)
-    for name, value in local.items():
-        index = names.index(name)
-        if name not in named and index < len(listed):
-            listed[index] = value
-        else:
-            named[name] = value
-    return tuple(listed), named

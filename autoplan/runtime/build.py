@@ -1,4 +1,4 @@
-"""The passes in order, for a rank: captured graph -> weighted loss -> local tensors -> stages."""
+"""The passes in order, for a rank: captured graph -> weighted loss -> local tensors -> own positions -> stages."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from autoplan.cluster import Cluster
 from autoplan.errors import StrategyError
 from autoplan.layers import LayerGraph
 from autoplan.layers.order import in_order_of
+from autoplan.passes.context_parallel import context_parallel
 from autoplan.passes.draw_apart import draw_apart
 from autoplan.passes.gather_parameters import gather_parameters
 from autoplan.passes.recompute import recompute
@@ -68,7 +69,7 @@ class Ownership:
 def check_executable(capture: Capture, plan: Plan) -> None:
     """Raise StrategyError for what the runtime cannot execute exactly."""
     strategy = plan.strategy
-    for field, limit in (("context", 1), ("expert", 1)):
+    for field, limit in (("expert", 1),):
         value = getattr(strategy, field)
         if value > limit:
             raise StrategyError(f"{field} = {value} cannot be executed yet", legal=f"{field} = {limit}")
@@ -91,7 +92,7 @@ def check_executable(capture: Capture, plan: Plan) -> None:
         raise StrategyError(
             f"`{first.operator}` makes samples of a batch meet ({first.reason}), and the plan splits the batch",
             where=first.where,
-            legal="data = 1 with one micro-batch",
+            legal="data = 1 with one micro-batch and context = 1",
             attempt='strategy={"data": 1, "micro_batch_size": <the whole batch>}',
         )
 
@@ -150,7 +151,7 @@ def is_gathered(strategy: Strategy) -> bool:
 
 def is_split(plan: Plan) -> bool:
     """Whether a step computes the loss in several parts."""
-    return plan.strategy.data > 1 or plan.strategy.micro_batches > 1
+    return plan.strategy.data > 1 or plan.strategy.micro_batches > 1 or plan.strategy.context > 1
 
 
 class Builder:
@@ -200,6 +201,10 @@ class Builder:
             placements = self._canonical_placements(sharded.parameters)
             stage |= {name: stage[origin] for name, origin in sharded.origin.items() if origin in stage}
             origin = sharded.origin
+        if self._plan.strategy.context > 1:
+            graph_module, added = self._over_context(graph_module)
+            stage |= {name: stage[beside] for name, beside in added.items() if beside in stage}
+            origin = {**origin, **added}
         stages = split_stages(graph_module, stage)
         if len(stages) != len(self._plan.stages):
             raise StrategyError(
@@ -208,6 +213,14 @@ class Builder:
             )
         graphs = RankGraphs(stages=stages, weights=weights, placements=placements)
         return Cut(graphs=graphs, origin=dict(origin))
+
+    def _over_context(self, graph_module: GraphModule) -> tuple[GraphModule, dict[str, str]]:
+        """The graph on a rank's positions, and beside which node each inserted one belongs."""
+        layer_of = {name: index for index, layer in enumerate(self._layers.layers) for name in layer.nodes}
+        dealt = context_parallel(
+            graph_module, self._capture.inputs, degree=self._plan.strategy.context, layer_of=layer_of
+        )
+        return draw_apart(dealt.graph_module, graph_module, axis="context"), dealt.origin
 
     def _save_memory(self, stage: StageGraph, origin: Mapping[str, str]) -> StageGraph:
         """ZeRO-3's gathers, and recompute around them. ``origin``: beside which node each inserted one belongs."""

@@ -1,10 +1,12 @@
 """The process groups of one rank, and what stage graphs and schedules call on them.
 
-Groups are named after the mesh of :class:`autoplan.plan.Strategy`: *tensor* and *data* groups hold the ranks that
-differ in that coordinate alone; an *edge* group holds the two ranks of one directed edge between stages, forward or
-backward, because NCCL runs the operations of a communicator in order and 1F1B with a skip edge deadlocks on fewer;
-a *tied* group holds the pipeline ranks that share a parameter. Every rank creates every group in one fixed order, as
-torch demands of groups whose members did not all create the same number before.
+Groups are named after the mesh of :class:`autoplan.plan.Strategy`: *tensor* and *context* groups hold the ranks that
+differ in that coordinate alone; a *data* group those that hold the same weights, which are all of the data and context
+axes together (:attr:`Strategy.over_replicas`, the strategy that a :class:`Mesh` has); an *edge* group holds the two
+ranks of one directed edge between stages, forward or backward, because NCCL runs the operations of a communicator in
+order and 1F1B with a skip edge deadlocks on fewer; a *tied* group holds the pipeline ranks that share a parameter.
+Every rank creates every group in one fixed order, as torch demands of groups whose members did not all create the same
+number before.
 """
 
 from __future__ import annotations
@@ -39,12 +41,14 @@ class Mesh:
     def __init__(
         self, strategy: Strategy, *, edges: Iterable[Edge], tied: Iterable[tuple[int, ...]], device: torch.device
     ) -> None:
-        self.strategy = strategy
+        self.strategy = strategy.over_replicas
+        self.context_degree = strategy.context
         self.device = device
         self.world = dist.get_world_size() if dist.is_initialized() else 1
         self.rank = dist.get_rank() if dist.is_initialized() else 0
-        self.at: Coordinates | None = strategy.coordinates(self.rank) if self.rank < strategy.gpus else None
+        self.at: Coordinates | None = self.strategy.coordinates(self.rank) if self.rank < strategy.gpus else None
         self.tensor: dist.ProcessGroup | None = None
+        self.context: dist.ProcessGroup | None = None
         self.data: dist.ProcessGroup | None = None
         self.edge: dict[tuple[str, Edge], dist.ProcessGroup] = {}
         self.tied: dict[tuple[int, ...], dist.ProcessGroup] = {}
@@ -58,6 +62,10 @@ class Mesh:
             self.tensor = self._group([Coordinates(p, d, t) for t in tensor]) or self.tensor
         for p, t in itertools.product(pipeline, tensor):
             self.data = self._group([Coordinates(p, d, t) for d in data]) or self.data
+        if self.context_degree > 1:
+            for p, first, t in itertools.product(pipeline, data[:: self.context_degree], tensor):
+                members = [Coordinates(p, first + c, t) for c in range(self.context_degree)]
+                self.context = self._group(members) or self.context
         for d, t in itertools.product(data, tensor):
             for edge in edges:
                 ends = [rank_of_stage(stage, ranks=degrees.pipeline) for stage in edge]
@@ -82,6 +90,12 @@ class Mesh:
             # NCCL connects a communicator at first use, and blocks until the peer does: do it here, in one order.
             dist.all_reduce(torch.zeros(1, device=self.device), group=group)
         return group
+
+    @property
+    def data_index(self) -> int:
+        """Which rows of a batch this rank works on; ranks of one context group share them."""
+        assert self.at is not None
+        return self.at.data // self.context_degree
 
     def rank_of(self, stage: int) -> int:
         """The rank of ``stage`` that has this rank's data and tensor coordinates."""
@@ -123,10 +137,12 @@ class AxisCommunicator:
 
     def rank(self, axis: str) -> int:
         at = self._mesh.at
-        return 0 if at is None else int(getattr(at, axis))
+        if at is None:
+            return 0
+        return at.data % self._mesh.context_degree if axis == "context" else int(getattr(at, axis))
 
     def size(self, axis: str) -> int:
-        return int(getattr(self._mesh.strategy, axis))
+        return self._mesh.context_degree if axis == "context" else int(getattr(self._mesh.strategy, axis))
 
     def all_reduce(self, tensor: Tensor, axis: str, operation: str = "sum") -> None:
         group = self._group(axis)
@@ -154,7 +170,7 @@ class AxisCommunicator:
         return result
 
     def _group(self, axis: str) -> dist.ProcessGroup | None:
-        return {"tensor": self._mesh.tensor, "data": self._mesh.data}[axis]
+        return {"tensor": self._mesh.tensor, "data": self._mesh.data, "context": self._mesh.context}[axis]
 
 
 _OPERATIONS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}

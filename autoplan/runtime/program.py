@@ -95,11 +95,11 @@ class Program:
         ``options`` go to torch's ``DataLoader`` (collate_fn, num_workers, pin_memory, ...). Raises StrategyError for a
         dataset that ranks cannot take rows of, or that holds no whole batch.
         """
-        at = self._rank_part().mesh.at
+        mesh = self._rank_part().mesh
         return PlannedLoader(
             dataset,
             strategy=self._plan.strategy,
-            data_rank=at.data if at is not None else 0,
+            data_rank=mesh.data_index if mesh.at is not None else 0,
             global_batch=global_batch or self._plan.global_batch,
             shuffle=shuffle,
             seed=seed,

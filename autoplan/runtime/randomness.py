@@ -5,7 +5,7 @@ from it, on every rank alike; rank 0's is taken, so that ``torch.manual_seed`` t
 batch m in stage s on data rank d then runs on a generator seeded with a hash of (that number, d, s, m), and the rank's
 own generator is put back after it:
 
-- ranks of one tensor group draw the same numbers, as regions that they compute twice must;
+- ranks of one tensor or context group draw the same numbers, as regions that they compute twice must;
 - data ranks, stages and micro-batches draw different ones;
 - the order in which a schedule runs micro-batches, and what a layer recomputes, change none.
 
@@ -49,7 +49,7 @@ class Randomness:
             return
         device = self._mesh.device
         with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
-            torch.manual_seed(_seed(self._step, self._mesh.at.data, stage, micro_batch))
+            torch.manual_seed(_seed(self._step, self._mesh.data_index, stage, micro_batch))
             yield
 
 

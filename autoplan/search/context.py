@@ -9,8 +9,8 @@ samples with a context axis is the question about slices without one, where
 - keys and values are gathered over the axis before each attention, again in its backward, and their gradients are
   reduce-scattered.
 
-Tensor ranks stand nearest, then those of the context axis, then data. The runtime does not execute the axis: plans of
-``predict`` alone have it.
+Tensor ranks stand nearest, then those of the context axis, then data. The axis is not searched: plans that force it
+have it.
 """
 
 from __future__ import annotations
@@ -167,8 +167,8 @@ def restored(problem: Problem, plan: Plan, degree: int) -> Plan:
         axes=tuple(rows),
         alternatives=(),
         assumptions=(
-            "context parallelism is priced and not executed; its transfers of keys and values show under tensor "
-            "communication, its gradients are summed with the data axis's",
+            "context parallelism: its transfers of keys and values show under tensor communication, its gradients are "
+            "summed with the data axis's",
             *plan.assumptions,
         ),
     )

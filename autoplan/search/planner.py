@@ -42,6 +42,8 @@ def search(problem: Problem, *, time_limit_s: float | None = None, solver: Solve
     """
     if max(context_degree(problem), expert_degree(problem)) > 1:  # forced, as they are not searched
         return _predicted(problem, solver)
+    if max(context_degree(problem), expert_degree(problem)) > 1:  # forced, as they are not searched
+        return _predicted(problem, solver)
     return _answer(problem, time_limit_s, solver, tolerance=TOLERANCE)
 
 

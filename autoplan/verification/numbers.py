@@ -133,8 +133,8 @@ def _compare_own(
             continue
         wanted = take_shard(wanted, part._placements.get(name, REPLICATE), index=at.tensor, degree=strategy.tensor)
         if found.shape != wanted.shape:  # a flat slice of a parameter whose state is sharded
-            flat = functional.pad(wanted.reshape(-1), (0, -wanted.numel() % strategy.data)).view(strategy.data, -1)
-            wanted = flat[at.data]
+            copies = part.mesh.strategy.data
+            wanted = functional.pad(wanted.reshape(-1), (0, -wanted.numel() % copies)).view(copies, -1)[at.data]
         if found.shape == wanted.shape:
             compare.tensor(quantity, name, found, wanted, step)
 

@@ -300,7 +300,8 @@ def _first(
     earliest = min(finding.step for _, finding in wrong)
     gradients = [(rank, f) for rank, f in wrong if f.quantity == "gradient" and f.step == earliest]
     located: list[tuple[int, locate.Wrong]] = []
-    if any(f.quantity in ("loss", "gradient", "gradient norm") and f.step == 0 for _, f in wrong):
+    whole = subject.plan.strategy.context == 1  # values of a rank's positions are not compared one by one
+    if whole and any(f.quantity in ("loss", "gradient", "gradient norm") and f.step == 0 for _, f in wrong):
         with numbers.values_kept(subject.capture):
             recorded = locate.record(subject.capture, batch)
         try:

@@ -17,16 +17,20 @@ LAYERS_A_STAGE = 2
 
 
 def reduce_strategy(strategy: Strategy, *, ranks: int) -> Strategy:
-    """``strategy`` on at most ``ranks`` ranks: the data axis goes first, then stages, then the tensor axis."""
+    """``strategy`` on at most ``ranks`` ranks: the data and context axes go first, then stages, then the tensor
+    axis."""
     data, pipeline, tensor = min(strategy.data, 2), min(strategy.pipeline, 2), strategy.tensor
-    while data * pipeline * tensor > ranks and (smaller := _next_divisor(tensor)) > 1:
+    context = min(strategy.context, 2)
+    beside = data * context
+    while beside * pipeline * tensor > ranks and (smaller := _next_divisor(tensor)) > 1:
         tensor = smaller
-    while pipeline < min(strategy.pipeline, STAGES) and data * (pipeline + 1) * tensor <= ranks:
+    while pipeline < min(strategy.pipeline, STAGES) and beside * (pipeline + 1) * tensor <= ranks:
         pipeline += 1
     micro_batches = min(strategy.micro_batches, pipeline + 2)
     return dataclasses.replace(
         strategy,
         data=data,
+        context=context,
         pipeline=pipeline,
         virtual_stages=min(strategy.virtual_stages, 2),
         tensor=tensor,
@@ -43,6 +47,7 @@ def reductions(strategy: Strategy, reduced: Strategy) -> tuple[str, ...]:
     """What differs, a sentence each."""
     names = {
         "data": "data",
+        "context": "context",
         "pipeline": "pipeline",
         "virtual_stages": "stages a rank",
         "tensor": "tensor",

@@ -101,6 +101,7 @@ def shrink(
 
 def _tokens(model: PreTrainedModel, strategy: Strategy) -> Any:
     shares = strategy.tensor if strategy.sequence_parallel else 1  # of the sequence, all alike
+    shares *= 2 * strategy.context if strategy.context > 1 else 1
     learned = {"sequence": -(-SEQUENCE // shares) * shares} if model.main_input_name == "input_ids" else {}
     inputs, _ = example_inputs_for(model, batch=strategy.global_batch, device="cpu", **learned)
     generator = torch.Generator().manual_seed(3)

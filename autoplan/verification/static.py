@@ -24,6 +24,7 @@ from autoplan.explain.text import size
 from autoplan.layers import LayerGraph
 from autoplan.passes import lint, split_stages, weight_loss
 from autoplan.passes import shard_tensors as sharding_pass
+from autoplan.passes.context_parallel import context_parallel
 from autoplan.passes.split_stages import StageGraph
 from autoplan.plan import Plan
 from autoplan.runtime.build import is_split, proven_actions, stage_of_node
@@ -37,10 +38,12 @@ BYTES_OF_ROUNDING = 1e-6  # memory terms are sums of floats
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Programs:
-    """The distinct graphs of a plan: before and after the split over the tensor axis, and by stage."""
+    """The distinct graphs of a plan: before and after the split over the tensor axis, then on a rank's positions where
+    there is a context axis (``running``), and by stage."""
 
     whole: GraphModule
     sharded: GraphModule
+    running: GraphModule
     placements: Mapping[str, Placement]
     stages: tuple[StageGraph, ...]
     sharding: Sharding | None
@@ -51,7 +54,7 @@ def check_static(
 ) -> tuple[tuple[Check, ...], Programs | None]:
     """All checks, and the graphs where the passes made them. What a pass or the linter refuses is a failed check, and
     so are axes that are priced and not executed."""
-    for axis in ("context", "expert"):
+    for axis in ("expert",):
         degree = getattr(plan.strategy, axis)
         if degree > 1:
             reason = f"{axis} {degree} is priced and not executed: there is no program to check"
@@ -84,8 +87,16 @@ def build_programs(capture: Capture, layers: LayerGraph, plan: Plan, cluster: Cl
         written = sharding_pass.shard_tensors(whole, sharding)
         sharded, placements = written.graph_module, written.parameters
         stage |= {name: stage[origin] for name, origin in written.origin.items() if origin in stage}
-    stages = split_stages.split_stages(sharded, stage)
-    return Programs(whole=whole, sharded=sharded, placements=placements, stages=stages, sharding=sharding)
+    running = sharded
+    if plan.strategy.context > 1:
+        layer_of = {name: index for index, layer in enumerate(layers.layers) for name in layer.nodes}
+        dealt = context_parallel(sharded, capture.inputs, degree=plan.strategy.context, layer_of=layer_of)
+        running = dealt.graph_module
+        stage |= {name: stage[origin] for name, origin in dealt.origin.items() if origin in stage}
+    stages = split_stages.split_stages(running, stage)
+    return Programs(
+        whole=whole, sharded=sharded, running=running, placements=placements, stages=stages, sharding=sharding
+    )
 
 
 def _guarded(name: str, check: Callable[[], Check]) -> Check:
@@ -117,7 +128,7 @@ def _quoted(text: str) -> list[str]:
 
 def _stages(programs: Programs, layer_of: Mapping[str, str]) -> Check:
     """Each stage runs the whole graph's own operators on the same arguments, and hands on what it says."""
-    original = {node.name: node for node in programs.sharded.graph.nodes}
+    original = {node.name: node for node in programs.running.graph.nodes}
     operators = 0
     for stage in programs.stages:
         problem, node = _unfaithful(stage, original)

@@ -114,6 +114,7 @@ def test_uneven_slices_are_refused(degree: int) -> None:
         predict(problem(context=degree))
 
 
-def test_only_predict_has_the_axis() -> None:
-    with pytest.raises(StrategyError, match="context"):
-        search(problem(context=2))
+def test_a_forced_axis_is_planned_as_it_is_predicted() -> None:
+    planned, predicted = search(problem(context=2)), predict(problem(context=2))
+    assert planned.strategy == predicted.strategy
+    assert planned.predicted.step_time_s == predicted.predicted.step_time_s

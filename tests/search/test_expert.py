@@ -161,6 +161,7 @@ def test_what_cannot_be_is_refused(keys: dict[str, int], said: str) -> None:
         predict(problem(**keys))  # type: ignore[arg-type]
 
 
-def test_only_predict_has_the_axis() -> None:
-    with pytest.raises(StrategyError, match="expert"):
-        search(problem(expert=2))
+def test_a_forced_axis_is_planned_as_it_is_predicted() -> None:
+    planned, predicted = search(problem(expert=2)), predict(problem(expert=2))
+    assert planned.strategy == predicted.strategy
+    assert planned.predicted.step_time_s == predicted.predicted.step_time_s

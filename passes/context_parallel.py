@@ -1,0 +1,431 @@
+"""Write the context axis into a graph: every rank works on its positions of each sequence of the batch.
+
+Requires a graph whose nodes carry ``meta["val"]`` and whose loss adds up over parts
+(:mod:`autoplan.passes.weight_loss`); the tensor axis may be written into it already. Guarantees:
+
+- The batch's tensors and what is computed of them alone (positions, masks, labels) stay whole on every rank, which
+  takes its positions of them where they meet a value that is split; so positions are those of the whole sequence.
+- From the first parameter on a value is one of three: this rank's positions (:class:`Shard`), whole with a summand of
+  its gradient on every rank (:class:`Copied`, as every parameter is), or a summand (:class:`Partial`, as the loss is).
+  The factor rules say which an operator makes of which; there is nothing to choose.
+- Attention gathers keys and values (:func:`autoplan.passes.context_operators.positions_attention`), and so do
+  products that an attention is written out in. Any other operator that works along the sequence is refused by name.
+- ``summands``: all parameters. Their gradients are summed over the axis, as over the data axis.
+
+Local literals are checked by running their operators on shapes alone.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch._guards import detect_fake_mode
+from torch.fx import Graph, GraphModule, Node
+
+from autoplan.capture.errors import node_line
+from autoplan.capture.shapes import MAX_BATCH, shape_at
+from autoplan.capture.types import InputSpec
+from autoplan.errors import StrategyError
+from autoplan.passes import context_operators
+from autoplan.passes.rewriting import LocalValues, layout, override, place_of
+from autoplan.sharding.operation import GraphFacts, Operation, module_path, rebuild, tensors_of
+from autoplan.sharding.placements import COPIED, PARTIAL, REPLICATE, Copied, Partial, Placement, Replicate, Shard
+from autoplan.sharding.registry import rule_of
+from autoplan.sharding.rules import LocalSize, Option, Pointwise
+
+NAME = "context_parallel"
+AXIS = "context"
+_SEQUENCE = 1  # the dimension of [batch, sequence, ...]
+_GATHERED = frozenset(("matmul", "bmm"))  # one operand may be gathered: an attention's products, written out
+_SUM = 2  # torch's number of the reduction
+_SUFFIX = {
+    context_operators.own_positions: "positions",
+    context_operators.all_positions: "all_positions",
+    context_operators.sum_over_axis: "over_context",
+    context_operators.share_of: "share",
+}
+# Of the tensor axis: those that leave every dimension as it is, and those that cut or join the one of their argument.
+_ALIKE = frozenset(("copy_to_axis", "reduce_from_axis"))
+_ALONG = frozenset(("gather_from_axis", "gather_for_axis", "scatter_to_axis", "scatter_sum_to_axis", "slice_for_axis"))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ContextGraph:
+    """``origin``: original node names of inserted nodes."""
+
+    graph_module: GraphModule
+    origin: dict[str, str]
+
+
+def context_parallel(
+    graph_module: GraphModule, inputs: Sequence[InputSpec], *, degree: int, layer_of: Mapping[str, int]
+) -> ContextGraph:
+    """``graph_module`` as every rank of a context axis of ``degree`` runs it; a value is converted once a layer,
+    ``layer_of`` by node name. Raises StrategyError where the batch holds no sequence that can be dealt out, or an
+    operator works along it."""
+    writer = _Writer(graph_module, degree, layer_of, _sequences(inputs, degree))
+    return ContextGraph(graph_module=writer.write(), origin=writer.origin)
+
+
+def _sequences(inputs: Sequence[InputSpec], degree: int) -> frozenset[str]:
+    """The placeholders whose dimension 1 is a sequence: ids [batch, sequence], values [batch, sequence, width].
+
+    Raises StrategyError where there are none, or they cannot be dealt out in two pieces a rank.
+    """
+    found = {
+        spec.placeholder: spec.shape[_SEQUENCE]
+        for spec in inputs
+        if spec.batched and len(spec.shape) == (3 if spec.dtype.is_floating_point else 2)
+    }
+    odd = {name: length for name, length in found.items() if length % (2 * degree)}
+    if found and not odd:
+        return frozenset(found)
+    name, length = next(iter(odd.items()), ("", 0))
+    legal = [str(d) for d in range(1, length // 2 + 1) if length % (2 * d) == 0]
+    raise StrategyError(
+        f"context {degree} cannot deal out the {length} positions of `{name}` evenly: each rank takes two pieces"
+        if odd
+        else f"context {degree} splits the sequence, and the batch holds none: no ids [batch, sequence], no values "
+        "[batch, sequence, width]",
+        where="strategy key `context`",
+        legal=", ".join(legal[:12]) or "1",
+    )
+
+
+@dataclass(slots=True)
+class _Writer:
+    graph_module: GraphModule
+    degree: int
+    layer_of: Mapping[str, int]
+    sequences: frozenset[str]
+    facts: GraphFacts = field(init=False)  # what is local: 1 / degree of the sequence
+    dealt: GraphFacts = field(init=False)  # what may be dealt out: in two pieces a rank
+    graph: Graph = field(init=False, default_factory=Graph)
+    origin: dict[str, str] = field(init=False, default_factory=dict)
+    written: dict[Node, Node] = field(init=False, default_factory=dict)
+    placed: dict[Node, Placement] = field(init=False, default_factory=dict)
+    marks: dict[Node, frozenset[Shard]] = field(init=False, default_factory=dict)  # sequences of whole values
+    layers: dict[Node, int] = field(init=False, default_factory=dict)
+    converted: dict[tuple[Node, str, int], Node] = field(init=False, default_factory=dict)
+    local_values: LocalValues = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.facts = GraphFacts(self.graph_module, self.degree)
+        self.dealt = GraphFacts(self.graph_module, 2 * self.degree)
+        self.local_values = LocalValues(self.degree)
+
+    def write(self) -> GraphModule:
+        for node in self.facts.graph.nodes:
+            self.layers[node] = self._layer(node)
+            if node.op == "call_function":
+                self._write_operator(node)
+            elif node.op == "output":
+                self._write_output(node)
+            else:
+                self._write_source(node)
+        self.graph.lint()
+        return GraphModule(self.graph_module, self.graph, class_name="ContextGraph")
+
+    def _layer(self, node: Node) -> int:
+        name = str(node.meta.get("autoplan_origin", node.name))
+        if name in self.layer_of:
+            return self.layer_of[name]
+        return max((self.layers[parent] for parent in node.all_input_nodes if parent in self.layers), default=-1)
+
+    def _write_source(self, node: Node) -> None:
+        new = self.graph.node_copy(node, lambda child: self.written[child])
+        self.written[node], self.placed[node] = new, self._whole(node)
+        self.marks[node] = frozenset({Shard(_SEQUENCE)} if node.name in self.sequences else ())
+
+    def _write_output(self, node: Node) -> None:
+        values = {child: self._value(child, PARTIAL, node) for child in node.all_input_nodes}
+        self.graph.output(torch.fx.node.map_arg(node.args[0], values.__getitem__)).meta = dict(node.meta)
+
+    def _write_operator(self, node: Node) -> None:
+        operation = self.dealt.operation(node)
+        option = self._option(node, operation)
+        operands = tuple(
+            self._value(operand.node, state, node)
+            for operand, state in zip(operation.operands, option.inputs, strict=True)
+        )
+        if option.form == "positions_attention":
+            self.written[node] = self._attention(node, operation, operands)
+        else:
+            self.written[node] = self._plain(node, option, operands)
+        self.written[node].meta = self._meta(node, option.output)
+        self.placed[node] = option.output
+        self._check_literals(node, option)
+        if not self.dealt.parametric[node]:
+            self.marks[node] = self._marks(operation)
+
+    def _whole(self, node: Node) -> Placement:
+        return COPIED if self.facts.differentiable[node] else REPLICATE
+
+    # ---------------------------------------------------------------------------------------- what an operator makes
+
+    def _option(self, node: Node, operation: Operation) -> Option:
+        states = [self.placed[operand.node] for operand in operation.operands]
+        split = [(slot, state) for slot, state in enumerate(states) if isinstance(state, Shard)]
+        if not split and self.dealt.parametric[node]:
+            split = [(slot, mark) for slot, o in enumerate(operation.operands) for mark in self.marks.get(o.node, ())]
+        if split:
+            found = (o for slot, state in split for o in _options(operation, slot, state))
+            option = next((o for o in found if self._reachable(operation, o, states)), None)
+            if option is None:
+                raise self._refusal(node)
+            return option
+        if any(isinstance(state, Partial) for state in states):
+            return self._of_summands(node, operation, states)
+        return Option(tuple(self._whole(operand.node) for operand in operation.operands), self._whole(node))
+
+    def _reachable(self, operation: Operation, option: Option, states: Sequence[Placement]) -> bool:
+        """Whether the operands can be placed so, without gathering what is not keys and values."""
+        results = [(shape, option.output) for shape in operation.shapes]
+        if any(isinstance(state, Shard) and not self._divides(shape, state) for shape, state in results):
+            return False
+        if _in_place(operation) and states[0] != option.inputs[0]:
+            return False
+        return option.form in ("plain", "positions_attention") and all(
+            self._leads(operation, slot, have, want, option)
+            for slot, (have, want) in enumerate(zip(states, option.inputs, strict=True))
+        )
+
+    def _leads(self, operation: Operation, slot: int, have: Placement, want: Placement, option: Option) -> bool:
+        if have == want:
+            return True
+        operand = operation.operands[slot]
+        if isinstance(want, Shard):
+            # A parameter that is split along the sequence by a product would be tensor parallelism.
+            summed = isinstance(option.output, Partial) and operand.differentiable
+            return _is_whole(have) and not summed and all(self._divides(shape, want) for shape in operand.shapes)
+        if isinstance(want, Partial):
+            return False
+        return _is_whole(have) or (isinstance(have, Shard) and operation.key in _GATHERED)
+
+    def _divides(self, shape: tuple[int, ...], state: Shard) -> bool:
+        return state.dim < len(shape) and state.divides(shape[state.dim], 2 * self.degree)
+
+    def _of_summands(self, node: Node, operation: Operation, states: Sequence[Placement]) -> Option:
+        """Sums of summands are summands, and so is one times a whole value; for all else they are added up first."""
+        rule, count = rule_of(node), len(states)
+        summands = [isinstance(state, Partial) for state in states]
+        if (
+            operation.key in ("mul", "div")
+            and count == 2
+            and not all(summands)
+            and (summands[0] or operation.key == "mul")
+        ):
+            wanted = tuple(
+                PARTIAL if s else self._whole(o.node) for s, o in zip(summands, operation.operands, strict=True)
+            )
+            return Option(wanted, PARTIAL)
+        if rule is not None and rule.passes_partial(operation):
+            return Option((PARTIAL,) * count, PARTIAL)
+        if _in_place(operation):
+            raise self._refusal(node)
+        return Option(tuple(self._whole(operand.node) for operand in operation.operands), self._whole(node))
+
+    def _marks(self, operation: Operation) -> frozenset[Shard]:
+        """Where the sequence lies in a value that is computed of the batch alone."""
+        if not operation.shapes:
+            return frozenset()
+        found = {
+            option.output
+            for slot, operand in enumerate(operation.operands)
+            for mark in self.marks.get(operand.node, ())
+            for option in _options(operation, slot, mark)
+        }
+        return frozenset(
+            state
+            for state in found
+            if isinstance(state, Shard) and all(self._divides(shape, state) for shape in operation.shapes)
+        )
+
+    def _refusal(self, node: Node) -> StrategyError:
+        name = getattr(node.target, "__name__", str(node.target)).split(".")[0]
+        path = module_path(node)
+        return StrategyError(
+            f"context {self.degree} splits the sequence, and `{name}`{f' in {path}' if path else ''} works along it",
+            where=node_line(node) or node.name,
+            legal="context 1; graphs whose positions meet in attention alone",
+        )
+
+    # ------------------------------------------------------------------------------------------------- what is written
+
+    def _value(self, node: Node, target: Placement, reader: Node) -> Node:
+        """``node``'s value placed as ``target``, converted once a layer of readers."""
+        source = self.placed[node]
+        if source == target or (_is_whole(source) and _is_whole(target)):
+            return self.written[node]
+        key = (node, str(target) if not _is_whole(target) else "whole", self.layers.get(reader, self.layers[node]))
+        if key not in self.converted:
+            self.converted[key] = self._convert(node, source, target, reader)
+        return self.converted[key]
+
+    def _convert(self, node: Node, source: Placement, target: Placement, reader: Node) -> Node:
+        function: Callable[..., Any]
+        match source, target:
+            case ((Copied() | Replicate()), Shard()):
+                function, where = context_operators.own_positions, layout(target)
+            case Shard(), (Copied() | Replicate()):
+                function, where = context_operators.all_positions, layout(source)
+            case Partial(), (Copied() | Replicate()):
+                function, where = context_operators.sum_over_axis, ()
+            case ((Copied() | Replicate()), Partial()):
+                function, where = context_operators.share_of, ()
+            case _:
+                raise self._refusal(reader)
+        beside = reader if reader.op == "call_function" else node
+        name = f"{node.name}_{_SUFFIX[function]}"
+        new = self.graph.create_node("call_function", function, (self.written[node], AXIS, *where), {}, name=name)
+        whole = self._meta(node, target)
+        new.meta = {**whole, **place_of(beside), "autoplan_origin": _beside(beside)}
+        self.origin[new.name] = _beside(beside)
+        return new
+
+    def _plain(self, node: Node, option: Option, operands: tuple[Node, ...]) -> Node:
+        args, kwargs = rebuild(node, operands, self.written.__getitem__)
+        rule = rule_of(node)
+        if rule is not None and option.split:
+            local = rule.local_arguments(self.facts.operation(node), option)
+            args, kwargs = override(node, args, kwargs, self._written_sizes(local, node))
+        return self.graph.create_node("call_function", node.target, args, kwargs, name=node.name)
+
+    def _attention(self, node: Node, operation: Operation, operands: tuple[Node, ...]) -> Node:
+        given = operation.arguments
+        by_name = {name: operands[slots[0]] for name, slots in operation.slots.items()}
+        args = (
+            *(by_name[name] for name in ("query", "key", "value")),
+            by_name.get("attn_mask"),
+            float(given.get("dropout_p", 0.0)),
+            bool(given.get("is_causal", False)),
+            AXIS,
+            given.get("scale"),
+            bool(given.get("enable_gqa", False)),
+        )
+        return self.graph.create_node("call_function", context_operators.positions_attention, args, {}, name=node.name)
+
+    def _written_sizes(self, local: Mapping[str, Any], node: Node) -> dict[str, Any]:
+        """Local arguments with fx nodes of the new graph, symbolic sizes divided."""
+
+        def one(value: Any) -> Any:
+            if isinstance(value, LocalSize):
+                new = self.graph.call_function(operator.floordiv, (self.written[value.size], self.degree))
+                new.meta = {**place_of(node), "val": value.size.meta["val"] // self.degree}
+                new.meta["autoplan_origin"] = self.origin[new.name] = _beside(node)
+                return new
+            if isinstance(value, list | tuple):
+                return [one(item) for item in value]
+            return self.written[value] if isinstance(value, Node) else value
+
+        return {name: one(value) for name, value in local.items()}
+
+    def _meta(self, node: Node, placement: Placement) -> dict[str, Any]:
+        meta = dict(node.meta)
+        if isinstance(placement, Shard) and tensors_of(meta.get("val")):
+            meta["val"] = self.local_values.of(meta["val"], placement.dim)
+        return meta
+
+    def _check_literals(self, node: Node, option: Option) -> None:
+        """Run an operator whose sizes stand in the graph on the shapes of its operands, and compare."""
+        rule, new = rule_of(node), self.written[node]
+        if rule is None or not option.split or not rule.local_arguments(self.facts.operation(node), option):
+            return
+        mode = detect_fake_mode([child.meta.get("val") for child in new.all_input_nodes])
+        if mode is None:
+            return
+        args = torch.fx.node.map_arg((new.args, new.kwargs), lambda child: child.meta.get("val"))
+        try:
+            with mode, torch.no_grad():
+                result = new.target(*args[0], **args[1])  # type: ignore[operator]
+        except Exception:
+            raise self._refusal(node) from None
+        local, wanted = ([shape_at(t, MAX_BATCH) for t in tensors_of(value)] for value in (result, new.meta["val"]))
+        if local != wanted:
+            raise self._refusal(node)
+
+
+def _options(operation: Operation, slot: int, state: Shard) -> Iterator[Option]:
+    """The ways in which ``operation`` can work on operand ``slot`` placed as ``state``."""
+    key = operation.key
+    if key == "scaled_dot_product_attention":
+        yield from _attention_options(operation, slot, state)
+    elif key in ("cross_entropy_loss", "vocabulary_cross_entropy"):
+        yield from _loss_options(operation, slot, state)
+    elif _passes(operation, state):
+        yield Option((state,), state)
+    elif key == "vocabulary_embedding" and slot == 1:
+        yield Option((COPIED, state), state)
+    elif key in ("drawn_apart", "drawn_in_part") and operation.node.args[0] is torch.ops.aten.dropout.default:
+        yield from Pointwise().options(operation, slot, state)
+    elif (rule := rule_of(operation.node)) is not None:
+        yield from rule.options(operation, slot, state)
+
+
+def _passes(operation: Operation, state: Shard) -> bool:
+    """Whether a function of the tensor axis leaves the dimension alone that is split here."""
+    along = (
+        operation.node.args[2] if operation.key in _ALONG else 1 if operation.key == "expand_heads_to_axis" else None
+    )
+    return operation.key in _ALIKE or (along is not None and state.dim != along)
+
+
+def _attention_options(operation: Operation, slot: int, state: Shard) -> Iterator[Option]:
+    """Queries [*b, h, t, d] by positions; keys and values too, to be gathered, or whole where nothing is causal."""
+    query, key = operation.operand("query"), operation.operand("key")
+    rank = len(operation.shape)
+    if query is None or key is None or len(query.shape) != rank or len(key.shape) != rank:
+        return
+    causal = bool(operation.arguments.get("is_causal"))
+    if state != Shard(rank - 2) or (causal and query.shape[-2] != key.shape[-2]):
+        return
+    in_pieces: list[Placement] = []
+    for index, operand in enumerate(operation.operands):
+        is_mask = index in operation.slots.get("attn_mask", ())
+        own = len(operand.shape) - 2
+        if is_mask and (own < 0 or operand.shape[own] != query.shape[-2]):
+            in_pieces.append(COPIED if operand.differentiable else REPLICATE)
+        else:
+            in_pieces.append(Shard(own))
+    keys = {*operation.slots["key"], *operation.slots["value"]}
+    yield Option(tuple(in_pieces), state, "positions_attention")
+    if not causal and slot not in keys:
+        whole = tuple(
+            (COPIED if operation.operands[i].differentiable else REPLICATE) if i in keys else s
+            for i, s in enumerate(in_pieces)
+        )
+        yield Option(whole, state)
+
+
+def _loss_options(operation: Operation, slot: int, state: Shard) -> Iterator[Option]:
+    """Cross entropy of logits [rows, classes, ...] by rows: a sum, every rank has a summand of; targets by index."""
+    arguments = operation.arguments
+    of_ours = operation.key == "vocabulary_cross_entropy"
+    reduction = operation.node.args[3] if of_ours else arguments.get("reduction", 1)
+    if len(operation.operands) != 2 or reduction != _SUM:  # class weights are a third
+        return
+    logits, target = operation.operands[0].shape, operation.operands[1].shape
+    if len(target) != len(logits) - 1 or not target:
+        return
+    classes = min(1, len(logits) - 1)
+    if slot == 0 and state.dim != classes:
+        yield Option((state, state.at(state.dim - (state.dim > classes))), PARTIAL)
+    elif slot == 1:
+        yield Option((state.at(state.dim + (state.dim >= classes)), state), PARTIAL)
+
+
+def _is_whole(state: Placement) -> bool:
+    return isinstance(state, Copied | Replicate)
+
+
+def _in_place(operation: Operation) -> bool:
+    return operation.key.endswith("_") and not operation.key.startswith("__")
+
+
+def _beside(node: Node) -> str:
+    """The node of the captured graph beside which ``node`` belongs."""
+    return str(node.meta.get("autoplan_origin", node.name))

@@ -1,0 +1,58 @@
+"""What the passes that write an axis into a graph share."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor
+from torch.fx import Node
+
+from autoplan.sharding.placements import Placement, Shard
+
+
+@dataclass(slots=True)
+class LocalValues:
+    """Stand-ins of local shapes; nodes of equal shapes share one, for making them is a pass's main cost."""
+
+    degree: int
+    _made: dict[tuple[Any, ...], Tensor] = field(init=False, default_factory=dict)
+
+    def of(self, value: Any, dim: int) -> Any:
+        """``value``, a tensor or a tuple of tensors, with a rank's part of ``dim``."""
+        if isinstance(value, (tuple, list)):
+            return type(value)(self.of(item, dim) for item in value)
+        if value.dim() <= dim:  # an element that nothing reads, of a tuple whose elements are unlike
+            return value
+        key = (*map(str, value.shape), value.dtype, value.device, dim)
+        if key not in self._made:
+            sizes = list(value.shape)
+            sizes[dim] = sizes[dim] // self.degree
+            self._made[key] = value.detach().new_empty(sizes)
+        return self._made[key]
+
+
+def layout(state: Placement) -> tuple[Any, ...]:
+    """The last arguments of a function that cuts or joins along ``state``; none of one that does not."""
+    if not isinstance(state, Shard):
+        return ()
+    return (state.dim, list(state.parts), state.block) if state.parts or state.block else (state.dim,)
+
+
+def place_of(node: Node) -> dict[str, Any]:
+    return {key: node.meta[key] for key in ("nn_module_stack", "stack_trace") if key in node.meta}
+
+
+def override(
+    node: Node, args: tuple[Any, ...], kwargs: dict[str, Any], local: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """``args`` and ``kwargs`` with the arguments in ``local`` replaced, wherever they stand."""
+    names = [argument.name for argument in node.target._schema.arguments] if local else []  # type: ignore[union-attr]
+    listed, named = list(args), dict(kwargs)
+    for name, value in local.items():
+        index = names.index(name)
+        if name not in named and index < len(listed):
+            listed[index] = value
+        else:
+            named[name] = value
+    return tuple(listed), named

@@ -1,0 +1,65 @@
+"""Promise 1 under the context axis: positions dealt out over ranks train to the single process's numbers.
+
+As in :mod:`tests.equivalence.test_training`: gloo processes, float64, three AdamW steps, 1e-10.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+from torch import nn
+
+import autoplan
+from tests.support import models
+from tests.support.precision import float64_throughout
+from tests.support.processes import run_ranks
+from tests.support.training import assert_same_numbers, in_double, train_alone, train_program
+
+STEPS = 3
+MODELS: dict[str, Callable[[], tuple[nn.Module, Any]]] = {
+    "gpt2": models.tiny_gpt2,
+    "llama": models.tiny_llama,
+    "nanogpt": models.nano_gpt,
+}
+ALONE = {"data": 1, "tensor": 1, "pipeline": 1}
+STRATEGIES: dict[str, dict[str, Any]] = {
+    "cp2": {**ALONE, "context": 2},
+    "cp4": {**ALONE, "context": 4},
+    "cp2-dp2-zero1": {**ALONE, "context": 2, "data": 2, "zero_stage": 1},
+    "cp2-pp2": {**ALONE, "context": 2, "pipeline": 2, "micro_batch_size": 2},
+    "cp2-tp2": {**ALONE, "context": 2, "tensor": 2},
+    "cp2-recompute": {**ALONE, "context": 2, "micro_batch_size": 4, "recompute": "full"},
+}
+DEFAULT = {("llama", "cp2"), ("gpt2", "cp2-pp2")}
+CASES = [
+    pytest.param(
+        model, strategy, id=f"{model}-{strategy}", marks=[] if (model, strategy) in DEFAULT else [pytest.mark.wide]
+    )
+    for model in MODELS
+    for strategy in STRATEGIES
+]
+
+
+@pytest.fixture(autouse=True)
+def nothing_rounds_to_float32() -> Iterator[None]:
+    with float64_throughout():
+        yield
+
+
+def planned(rank: int, world: int, model: nn.Module, batch: Any, strategy: dict[str, Any]) -> Any:
+    program = autoplan.compile(model, gpus=world, example_inputs=batch, strategy=strategy, device="cpu")
+    used = program.plan.strategy
+    assert all(getattr(used, key) == value for key, value in strategy.items() if key != "recompute")
+    return train_program(program, [batch] * STEPS)
+
+
+@pytest.mark.parametrize(("model_name", "strategy_name"), CASES)
+def test_positions_over_ranks_train_to_the_single_process_numbers(model_name: str, strategy_name: str) -> None:
+    model, batch = in_double(*MODELS[model_name]())
+    strategy = STRATEGIES[strategy_name]
+    expected = train_alone(model, [batch] * STEPS)
+    world = strategy["data"] * strategy["tensor"] * strategy["pipeline"] * strategy["context"]
+    for found in run_ranks(planned, world, model, batch, strategy):
+        assert_same_numbers(found, expected)
