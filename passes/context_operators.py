@@ -93,12 +93,14 @@ def positions_attention(
     axis: str,
     scale: float | None = None,
     enable_gqa: bool = False,
+    heads_inside: bool = False,
 ) -> Tensor:
     """``scaled_dot_product_attention`` of this rank's queries to the keys and values of all ranks.
 
     ``query`` [..., heads, length / c, width]; ``key``, ``value`` likewise; ``mask`` [..., length / c, length], the rows
     of this rank's queries. Under ``is_causal`` each of the two pieces of queries meets the keys up to its own last.
-    For the backward this rank's keys and values are kept alone; those of all ranks are gathered again.
+    For the backward this rank's keys and values are kept alone; those of all ranks are gathered again. With
+    ``heads_inside`` the result lies in memory as [..., length / c, heads, width], as views that follow may rely on.
     """
     dim = key.dim() - 2
     local = torch.cat([key, value], -1)
@@ -106,7 +108,10 @@ def positions_attention(
     keys, values = gathered.split([key.shape[-1], value.shape[-1]], -1)
     again = _GatheredAgain(local.detach(), gathered, axis, dim)
     with nullcontext() if recomputing() else saved_tensors_hooks(again.pack, again.unpack):
-        return _attend(query, keys, values, mask, dropout_p, is_causal, axis, scale, enable_gqa)
+        result = _attend(query, keys, values, mask, dropout_p, is_causal, axis, scale, enable_gqa)
+    if heads_inside:
+        return result.transpose(-3, -2).contiguous().transpose(-3, -2)
+    return result.contiguous()
 
 
 def _attend(

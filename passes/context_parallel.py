@@ -23,6 +23,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch._guards import detect_fake_mode
 from torch.fx import Graph, GraphModule, Node
 
@@ -306,6 +307,7 @@ class _Writer:
             AXIS,
             given.get("scale"),
             bool(given.get("enable_gqa", False)),
+            _heads_inside(node.meta["val"]),
         )
         return self.graph.create_node("call_function", context_operators.positions_attention, args, {}, name=node.name)
 
@@ -416,6 +418,11 @@ def _loss_options(operation: Operation, slot: int, state: Shard) -> Iterator[Opt
         yield Option((state, state.at(state.dim - (state.dim > classes))), PARTIAL)
     elif slot == 1:
         yield Option((state.at(state.dim + (state.dim >= classes)), state), PARTIAL)
+
+
+def _heads_inside(result: Tensor) -> bool:
+    """Whether [..., heads, length, width] lies in memory as [..., length, heads, width]."""
+    return result.dim() > 2 and bool(result.stride(-2) > result.stride(-3))
 
 
 def _is_whole(state: Placement) -> bool:
