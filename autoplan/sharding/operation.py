@@ -127,8 +127,9 @@ class GraphFacts:
             return parameter is not None and parameter.requires_grad
         if node.op != "call_function" or operator_key(node.target) == "detach":
             return False
-        floating = any(tensor.dtype.is_floating_point for tensor in tensors_of(node.meta.get("val")))
-        return floating and any(self.differentiable[parent] for parent in node.all_input_nodes)
+        tensors = tensors_of(node.meta.get("val"))
+        has_gradient = any(tensor.dtype.is_floating_point or tensor.dtype.is_complex for tensor in tensors)
+        return has_gradient and any(self.differentiable[parent] for parent in node.all_input_nodes)
 
     def _read(self, node: Node) -> Operation:
         arguments, named = _bind(node)
@@ -187,10 +188,16 @@ def sample_bytes(node: Node, *, batch_size: int, dynamic: bool) -> tuple[float, 
 
 
 class _Shapes(dict[Node, tuple[Shape, ...]]):
-    """Whole shapes, worked out when first asked for: of repeated layers only the first is looked at."""
+    """Whole shapes, worked out when first asked for: of repeated layers only the first is looked at.
+
+    Of a tuple whose elements are unlike (a bag's sums beside its offsets), only those that are read.
+    """
 
     def __missing__(self, node: Node) -> tuple[Shape, ...]:
         tensors = tensors_of(node.meta.get("val"))
+        if len({tensor.dim() for tensor in tensors}) > 1:
+            read = {user.args[1] for user in node.users if operator_key(user.target) == "getitem" and user.users}
+            tensors = tuple(tensor for index, tensor in enumerate(tensors) if index in read)
         try:
             self[node] = tuple(shape_at(tensor, MAX_BATCH) for tensor in tensors)
         except AutoplanError:  # a size that only the data decides, without a bound: nothing can be split

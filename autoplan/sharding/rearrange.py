@@ -194,6 +194,10 @@ class Chunk(Split):
         return super().forward(operation, state) if state.dim != dim or len(set(pieces)) == 1 else None
 
 
+class Unbind(Select):
+    """Everything at each index of one dimension, as a tuple: the others stay."""
+
+
 class Item(Rearrangement):
     """getitem of a tuple: the state of a tuple is that of each of its elements."""
 

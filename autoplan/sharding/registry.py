@@ -5,11 +5,24 @@ from __future__ import annotations
 import torch
 from torch.fx import Node
 
+from autoplan.sharding.channels import BatchNorm, ByGroups, Convolution
+from autoplan.sharding.equations import Einsum
 from autoplan.sharding.operation import Operation, operator_key
-from autoplan.sharding.rearrange import Chunk, Concatenation, Item, Pad, Permutation, Reshape, Select, Slice, Split
+from autoplan.sharding.rearrange import (
+    Chunk,
+    Concatenation,
+    Item,
+    Pad,
+    Permutation,
+    Reshape,
+    Select,
+    Slice,
+    Split,
+    Unbind,
+)
 from autoplan.sharding.rules import FactorRule, Factors, Option, Pointwise, Rule
-from autoplan.sharding.selecting import AlongDimension, Index, Loss, Repeat, Stack
-from autoplan.sharding.special import Attention, CrossEntropy, Embedding, Reduction, Size, Softmax
+from autoplan.sharding.selecting import AlongDimension, Gather, Index, IndexSelect, Loss, Repeat, Stack
+from autoplan.sharding.special import Attention, Bag, CrossEntropy, Embedding, Reduction, Size, Softmax
 
 
 class _AddMm(FactorRule):
@@ -18,13 +31,6 @@ class _AddMm(FactorRule):
     def factors(self, operation: Operation) -> Factors | None:
         plain = operation.arguments.get("beta", 1) == 1 and operation.arguments.get("alpha", 1) == 1
         return super().factors(operation) if plain else None
-
-
-class _Convolution(FactorRule):
-    """Groups tie input to output channels: only ungrouped convolutions split."""
-
-    def factors(self, operation: Operation) -> Factors | None:
-        return super().factors(operation) if operation.arguments.get("groups", 1) == 1 else None
 
 
 _RULES: dict[str, Rule] = {}
@@ -50,21 +56,33 @@ bmm: a[g, m, k], b[g, k, n] -> y[g, m, n]
 matmul: a[*b, m, k], b[*b, k, n] -> y[*b, m, n]
 layer_norm: x[*b, c!], w[c!], bias[c!] -> y[*b, c!]
 rms_norm: x[*b, c!], w[c!] -> y[*b, c!]
-group_norm: x[b!, *c!], w[g!], bias[g!] -> y[b!, *c!]
 max_pool1d: x[*b, h!] -> y[*b, p!]
 avg_pool1d: x[*b, h!] -> y[*b, p!]
 max_pool2d: x[*b, h!, w!] -> y[*b, p!, q!]
 avg_pool2d: x[*b, h!, w!] -> y[*b, p!, q!]
 adaptive_avg_pool1d: x[*b, h!] -> y[*b, p!]
 adaptive_avg_pool2d: x[*b, h!, w!] -> y[*b, p!, q!]
+adaptive_max_pool2d: x[*b, h!, w!] -> y[*b, p!, q!]
+upsample_nearest1d: x[*b, h!] -> y[*b, p!]
 upsample_nearest2d: x[*b, h!, w!] -> y[*b, p!, q!]
+upsample_bilinear2d: x[*b, h!, w!] -> y[*b, p!, q!]
+upsample_bicubic2d: x[*b, h!, w!] -> y[*b, p!, q!]
+tril: x[*b, h!, w!] -> y[*b, h!, w!]
+triu: x[*b, h!, w!] -> y[*b, h!, w!]
+_grouped_mm: x[t!, i], w[g!, i, o], ends[g!] -> y[t!, o]
+transformers.grouped_mm_fallback: x[t!, i], w[g!, i, o], ends[g!] -> y[t!, o]
 """.strip().splitlines():
     register_rule(_line)
 _add(_AddMm("addmm: +bias[*m, n], a[*m, k], b[k, n] -> y[*m, n]"))
 for _rank in (1, 2, 3):
-    _add(_Convolution(f"conv{_rank}d: x[b, i, *s!], w[o, i, *k!], +bias[o] -> y[b, o, *r!]"))
+    _add(Convolution(f"conv{_rank}d: x[b, i, *s!], w[o, i, *k!], +bias[o] -> y[b, o, *r!]"))
+    _add(Convolution(f"conv_transpose{_rank}d: x[b, i, *s!], w[i, o, *k!], +bias[o] -> y[b, o, *r!]"))
+_add(ByGroups("group_norm: x[b!, c, *s!], w[c], bias[c] -> y[b!, c, *s!]", "num_groups"))
+_add(BatchNorm("batch_norm: x[b!, c, *s!], w[c], bias[c], mean[c], var[c] -> y[b!, c, *s!]"))
 _RULES |= {
     "embedding": Embedding(),
+    "embedding_bag": Bag(),
+    "einsum": Einsum(),
     "cross_entropy_loss": CrossEntropy(),
     "scaled_dot_product_attention": Attention(),
     "cat": Concatenation(),
@@ -77,6 +95,7 @@ _RULES |= {
     "chunk": Chunk(),
     "split": Split(),
     "split_with_sizes": Split(),
+    "unbind": Unbind(),
     "view": Reshape("size"),
     "_unsafe_view": Reshape("size"),
     "reshape": Reshape("shape"),
@@ -86,7 +105,9 @@ _RULES |= {
     "sum": Reduction(adds=True),
 }
 _RULES |= dict.fromkeys(("softmax", "log_softmax", "_softmax", "_log_softmax"), Softmax())
-_RULES |= dict.fromkeys(("mean", "amax", "amin", "argmax", "var", "all", "any", "logsumexp"), Reduction())
+_RULES |= dict.fromkeys(
+    ("mean", "amax", "amin", "argmax", "argmin", "var", "std", "prod", "all", "any", "logsumexp"), Reduction()
+)
 _RULES |= dict.fromkeys(
     ("transpose", "swapaxes", "t", "numpy_T", "mT", "permute", "unsqueeze", "squeeze"), Permutation()
 )
@@ -94,13 +115,19 @@ _RULES |= dict.fromkeys(
 _RULES |= dict.fromkeys(
     ("alias", "contiguous", "clone", "expand", "expand_as", "neg", "add", "sub"), Pointwise(linear=True)
 )
+_RULES |= dict.fromkeys(("broadcast_tensors", "hardswish", "hardswish_", "floor_divide"), Pointwise())
 _RULES |= dict.fromkeys(("dropout", "dropout_", "alpha_dropout", "to", "type_as", "detach", "where"), Pointwise())
 _RULES |= dict.fromkeys(("__and__", "__or__", "__xor__", "masked_fill", "masked_fill_", "lift_fresh_copy"), Pointwise())
-_RULES |= dict.fromkeys(("topk", "sort", "argsort", "cummax", "logcumsumexp", "kthvalue"), AlongDimension())
+_RULES |= dict.fromkeys(
+    ("topk", "sort", "argsort", "cummax", "logcumsumexp", "kthvalue", "cumprod", "glu"), AlongDimension()
+)
 _RULES |= dict.fromkeys(("cumsum", "diff"), AlongDimension(linear=True))
 _RULES |= {
     "flip": AlongDimension("dims", linear=True),
+    "roll": AlongDimension("dims", linear=True),
     "index": Index(),
+    "index_select": IndexSelect(),
+    "gather": Gather(),
     "stack": Stack(),
     "repeat": Repeat(),
 }

@@ -26,7 +26,7 @@ from autoplan.sharding.placements import COPIED, PARTIAL, REPLICATE, Placement, 
 
 RESULT = -1  # the slot of the result
 # Operators that can run without their bias, so that it is added once the sum over ranks is complete.
-ADDS_LATE = frozenset(("linear", "addmm", "conv1d", "conv2d", "conv3d"))
+ADDS_LATE = frozenset(("linear", "addmm", *(f"conv{kind}{rank}d" for kind in ("", "_transpose") for rank in (1, 2, 3))))
 Factors = dict[Hashable, dict[int, int]]  # factor -> slot -> dimension
 
 

@@ -23,7 +23,7 @@ class AlongDimension(Rule):
         rank = len(operation.operands[0].shape)
         named = operation.arguments[self.argument]
         dims = {dim % rank for dim in ([named] if isinstance(named, int) else named)}
-        if len(operation.operands) == 1 and state.dim not in dims and state.dim < rank:
+        if len(operation.operands) == 1 and dims and state.dim not in dims and state.dim < rank:
             yield Option((state,), state)
 
     def passes_partial(self, operation: Operation) -> bool:
@@ -65,6 +65,23 @@ class Index(Rule):
             return None
         behind = wide - len(named)
         return [None if dim in named else dim if dim < named[0] else dim + behind for dim in range(rank)]
+
+
+class Gather(Rule):
+    """x and its indices agree along every dimension but the one that is gathered from."""
+
+    def options(self, operation: Operation, slot: int, state: Shard) -> Iterator[Option]:
+        dim, shapes = operation.dim("dim"), [operand.shape for operand in operation.operands]
+        if state.dim != dim and len({shape[state.dim] for shape in shapes}) == 1:
+            yield Option((state, state), state)
+
+
+class IndexSelect(Rule):
+    """Dimensions that are not picked from pass."""
+
+    def options(self, operation: Operation, slot: int, state: Shard) -> Iterator[Option]:
+        if slot in (0, RESULT) and state.dim != operation.dim("dim"):
+            yield Option((state, absent(operation, 1)), state)
 
 
 class Stack(Rule):
@@ -121,4 +138,4 @@ def _is_whole_number(node: Any) -> bool:
     return not dtype.is_floating_point and str(dtype) not in ("torch.bool", "torch.uint8")
 
 
-__all__ = ["AlongDimension", "Index", "Loss", "Repeat", "Stack"]
+__all__ = ["AlongDimension", "Gather", "Index", "IndexSelect", "Loss", "Repeat", "Stack"]

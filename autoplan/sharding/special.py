@@ -117,6 +117,17 @@ class Embedding(FactorRule):
             yield Option(option.inputs, option.output, "vocabulary_embedding" if rows else "plain")
 
 
+class Bag(FactorRule):
+    """embedding_bag: every rank sums its share of the features; of its results only the bags are read."""
+
+    def __init__(self) -> None:
+        super().__init__("embedding_bag: w[v!, e], indices[*n!], offsets[*o!], weights[*n!] -> y[b!, e]")
+
+    def options(self, operation: Operation, slot: int, state: Shard) -> Iterator[Option]:
+        if not operation.arguments.get("sparse"):
+            yield from super().options(operation, slot, state)
+
+
 class CrossEntropy(Rule):
     """Classes split over the ranks; sum and mean, ignore_index; class weights and label smoothing keep it whole."""
 

@@ -27,6 +27,7 @@ from autoplan.runtime import Program
 from autoplan.sharding.placements import REPLICATE, take_shard
 
 LEARNING_RATE = 1e-2
+EPSILON = 1e-6  # of AdamW: at torch's 1e-8, rounding noise of 1e-17 moves a weight by 1e-11
 STEPS = 3
 MAX_NORM = 0.5
 TOLERANCE = 1e-10
@@ -82,7 +83,7 @@ def train_alone(
     trained = [p for p in named.values() if p.requires_grad]
     losses, norms, gradients = [], [], []
     with values_kept(capture):
-        optimizer = torch.optim.AdamW(trained, lr=LEARNING_RATE)
+        optimizer = torch.optim.AdamW(trained, lr=LEARNING_RATE, eps=EPSILON)
         for batch in batches:
             optimizer.zero_grad()
             loss = CallAndLoss(model, loss_fn, batch)(*tensors(batch).values())
@@ -97,7 +98,9 @@ def train_alone(
 
 def train_rank(program: Program, batches: Sequence[Any], expected: Numbers, tolerance: float) -> list[Finding]:
     """Train on the calling rank and compare with what the single process had; one finding a tensor and step."""
-    optimizer = torch.optim.AdamW((p for p in program.parameters() if p.requires_grad), lr=LEARNING_RATE)
+    trained = [p for p in program.parameters() if p.requires_grad]
+    # Of a rank whose stage is frozen nothing is trained, and torch's optimizers refuse an empty list.
+    optimizer = torch.optim.AdamW(trained or list(program.parameters()), lr=LEARNING_RATE, eps=EPSILON)
     compare = _Comparison(tolerance)
     for step, batch in enumerate(batches):
         optimizer.zero_grad()

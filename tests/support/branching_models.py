@@ -110,11 +110,11 @@ class TwoTowers(nn.Module):
 class EncoderDecoder(nn.Module):
     """torch's own transformer: the encoder's output is read by every layer of the decoder."""
 
-    def __init__(self, features: int = 16, layers: int = 3, vocabulary: int = 48) -> None:
+    def __init__(self, features: int = 16, layers: int = 3, vocabulary: int = 48, heads: int = 2) -> None:
         super().__init__()
         self.source = nn.Embedding(vocabulary, features)
         self.target = nn.Embedding(vocabulary, features)
-        settings = {"nhead": 2, "dim_feedforward": 2 * features, "dropout": 0.0, "batch_first": True}
+        settings = {"nhead": heads, "dim_feedforward": 2 * features, "dropout": 0.0, "batch_first": True}
         self.encoder = nn.ModuleList([nn.TransformerEncoderLayer(features, **settings) for _ in range(layers)])
         self.decoder = nn.ModuleList([nn.TransformerDecoderLayer(features, **settings) for _ in range(layers)])
         self.head = nn.Linear(features, vocabulary)
