@@ -122,6 +122,8 @@ def compile(
         )
     device = _checked_device(device or os.environ.get("AUTOPLAN_DEVICE") or _local_device())
     world = ensure_process_group(device)
+    if os.environ.get("AUTOPLAN_RESTARTS", "0") != "0":
+        gpus = os.environ["AUTOPLAN_GPUS"]  # fewer than the script was written for: those that are left
     cluster = cluster_of(gpus if gpus is not None else (world if world > 1 else None), device)
     if world not in (1, cluster.gpus):
         raise ClusterError(

@@ -1,22 +1,17 @@
-"""``autoplan run``: a training script on local processes, one a GPU, under torchrun.
+"""``autoplan run``: a training script on local processes, one a GPU, with torchrun's environment variables.
 
 ``AUTOPLAN_GPUS`` and ``AUTOPLAN_DEVICE`` tell ``autoplan.compile`` in the script what it was started for.
 """
 
 from __future__ import annotations
 
-import os
 import re
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from autoplan.errors import ClusterError, ModelError, RuntimeFault
-
-# Elastic restarts would repeat a deterministic failure: the first one ends the run.
-_TORCHRUN = ("--standalone", "--max-restarts", "0", "--monitor-interval", "0.1")
-_SIGNALLED = 128
+from autoplan.errors import ClusterError, ModelError
 
 
 def run(
@@ -24,19 +19,31 @@ def run(
     script: Annotated[str, typer.Argument(metavar="SCRIPT.py", help="The training script; its arguments follow it.")],
     gpus: Annotated[str, typer.Option("--gpus", metavar="SPEC", help="4, or 4xH100: processes on this machine.")],
     device: Annotated[str | None, typer.Option("--device", help="cuda, or cpu for gloo processes.")] = None,
+    max_restarts: Annotated[
+        int, typer.Option("--max-restarts", min=0, metavar="N", help="Go on without failed ranks, at most N times.")
+    ] = 0,
 ) -> None:
     """Run a script under torchrun, one process a GPU. What follows `--` goes to the script untouched.
 
-    Exits with the failed process's own code.
+    Exits with the failed process's own code. With --max-restarts the script starts again on the ranks that did not
+    fail: autoplan.compile plans for them, and Checkpoints.resume() goes on from the latest checkpoint.
+
+    Example: autoplan run train.py --gpus 4 --device cpu -- --steps 20
     """
     processes = _processes(gpus)
     if not Path(script).is_file():
         raise ModelError(f"no such script: {script}", attempt="autoplan run train.py --gpus 4")
     chosen = _device(device, processes)
-    os.environ.setdefault("OMP_NUM_THREADS", "1")  # torchrun's own default, without its warning
-    os.environ["AUTOPLAN_GPUS"] = gpus
-    os.environ["AUTOPLAN_DEVICE"] = chosen
-    raise typer.Exit(_torchrun([*_TORCHRUN, "--nproc-per-node", str(processes), script, *context.args]))
+
+    from autoplan.runtime.supervise import Job, supervise
+
+    job = Job(
+        command=(script, *context.args),
+        device=chosen,
+        kind=gpus.strip().removeprefix("+").lstrip("0123456789"),
+        max_restarts=max_restarts,
+    )
+    raise typer.Exit(supervise(job, processes))
 
 
 def _processes(gpus: str) -> int:
@@ -68,21 +75,3 @@ def _device(device: str | None, processes: int) -> str:
             attempt="--device cpu runs the same program on gloo processes",
         )
     return "cuda"
-
-
-def _torchrun(arguments: list[str]) -> int:
-    """Run torchrun in this process; 0, or the exit code of the process that failed first."""
-    from torch.distributed.elastic.multiprocessing.api import SignalException
-    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-    from torch.distributed.run import main as torchrun
-
-    try:
-        torchrun(arguments)
-    except ChildFailedError as error:
-        rank, failure = error.get_first_failure()
-        if failure.exitcode < 0:
-            raise RuntimeFault(f"rank {rank} was ended by signal {-failure.exitcode}") from None
-        return failure.exitcode
-    except SignalException as error:  # Ctrl-C, or the batch system's notice: torchrun has stopped the others
-        return _SIGNALLED + error.sigval.value
-    return 0

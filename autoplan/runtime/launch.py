@@ -29,6 +29,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from pathlib import Path
+from types import TracebackType
 from typing import Any
 
 import torch
@@ -36,7 +37,7 @@ import torch.distributed as dist
 
 from autoplan.errors import AutoplanError, StrategyError
 from autoplan.runtime.faults import RankFault, is_peer_failure
-from autoplan.runtime.progress import DIRECTORY_VARIABLE, WATCH, last_place
+from autoplan.runtime.progress import DIRECTORY_VARIABLE, LAUNCHER_VARIABLE, WATCH, last_place, tell
 
 CPU_TIMEOUT_S = 60.0  # how long a rank waits for another before it gives up
 CUDA_TIMEOUT_S = 600.0  # a first step compiles kernels and fills caches, unevenly over the ranks
@@ -86,7 +87,30 @@ def ensure_process_group(device: str | torch.device) -> int:
         dist.init_process_group("nccl", timeout=group_timeout(kind), device_id=local)
     else:
         dist.init_process_group("gloo", timeout=group_timeout(kind))
+    _obey_launcher()
     return world
+
+
+def _obey_launcher() -> None:
+    """A rank of `autoplan run` dies with it, and leaves its fault to it, which shows one of all ranks'."""
+    launcher = os.environ.get(LAUNCHER_VARIABLE)
+    if launcher is None:
+        return
+    _die_with_parent()
+    if os.getppid() != int(launcher):
+        os._exit(3)
+    rank, show = dist.get_rank(), sys.excepthook
+
+    def leave(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        if not isinstance(error, Exception):
+            show(kind, error, trace)
+            return
+        tell(as_fault(error, rank, "".join(traceback.format_exception(kind, error, trace))), rank)
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(1)  # no destructors: a process group that waits for a dead peer would hang here
+
+    sys.excepthook = leave
 
 
 def launch(
@@ -204,7 +228,7 @@ def _work(seat: _Seat, connection: Connection, fn: Callable[..., Any], args: tup
         _finish_writing()
     except BaseException as error:
         code = 3
-        report = ("error", _pickled(error, seat.rank))
+        report = ("error", pickle.dumps(as_fault(error, seat.rank, traceback.format_exc())))
     connection.send(report)
     connection.close()
     sys.stdout.flush()
@@ -269,16 +293,16 @@ def _own_memory(args: tuple[Any, ...]) -> None:
                     tensor.data = tensor.data.clone()
 
 
-def _pickled(error: BaseException, rank: int) -> bytes:
-    text = traceback.format_exc()
+def as_fault(error: BaseException, rank: int, text: str) -> AutoplanError:
+    """The error of a rank, with its traceback's text where it is none of ours that explains itself."""
     if isinstance(error, RankFault):
         error.traceback_text = error.traceback_text or text
         error.rank = rank if error.rank is None else error.rank
-    if not isinstance(error, AutoplanError):
-        error = RankFault(
-            f"rank {rank} raised {type(error).__name__}: {error}", rank=rank, traceback_text=text, action="train"
-        )
-    return pickle.dumps(error)
+    if isinstance(error, AutoplanError):
+        return error
+    return RankFault(
+        f"rank {rank} raised {type(error).__name__}: {error}", rank=rank, traceback_text=text, action="train"
+    )
 
 
 # ------------------------------------------------------------------------------------------ in the launching process
@@ -310,7 +334,8 @@ def _collect(workers: list[_Worker], deadline_s: float | None, progress: Path) -
                 attempt="a larger deadline_s, or look for a rank that waits for itself",
             )
     if failures:
-        raise first_cause(failures)
+        silent = [worker.rank for worker in workers if not worker.done]
+        raise first_cause(failures, silent, progress)
     return [worker.result for worker in workers]
 
 
@@ -369,11 +394,26 @@ def lost(rank: int, code: int | None, progress: Path) -> RankFault:
     )
 
 
-def first_cause(failures: list[AutoplanError]) -> AutoplanError:
-    """The failure that the others echo: a lost rank, else the first that does not blame a peer, else the first."""
-    lost = [f for f in failures if isinstance(f, RankFault) and f.action == "lost"]
+def first_cause(failures: list[AutoplanError], silent: list[int], progress: Path) -> AutoplanError:
+    """The failure that the others echo: a lost rank, else the first that does not blame a peer, else ranks that said
+    nothing while the others waited for them."""
+    gone = [f for f in failures if isinstance(f, RankFault) and f.action == "lost"]
     own = [f for f in failures if not is_peer_failure(f)]
-    return (lost or own or failures)[0]
+    return (gone or own or [silent_fault(silent, failures[0], progress)])[0]
+
+
+def silent_fault(silent: list[int], echo: AutoplanError, progress: Path) -> AutoplanError:
+    """``echo``, a failure for want of others, with those that it must have waited for, where they are known."""
+    if not silent:
+        return echo
+    seen = [f"rank {rank}, last seen: {last_place(progress, rank) or 'before its first step'}" for rank in silent]
+    return RankFault(
+        f"no answer from {'; '.join(seen)}. {echo.what}",
+        rank=silent[0],
+        action="silent",
+        where=echo.where,
+        traceback_text=getattr(echo, "traceback_text", ""),
+    )
 
 
 def _stop(workers: list[_Worker]) -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import mmap
 import os
+import pickle
 import struct
 import sys
 import threading
@@ -22,9 +23,12 @@ from types import FrameType
 import torch
 from torch.fx import GraphModule
 
+from autoplan.errors import AutoplanError
 from autoplan.runtime.faults import RankFault, frames_of, hang_fault
 
 DIRECTORY_VARIABLE = "AUTOPLAN_PROGRESS"  # where the launching process wants the ranks' files
+LAUNCHER_VARIABLE = "AUTOPLAN_LAUNCHER"  # the process of `autoplan run`, which reads faults from files there
+FAULT_SUFFIX = ".fault"
 ACTIONS = ("", "forward", "backward", "weight gradients", "send", "gradient synchronisation", "checkpoint")
 PATIENCE = 0.8  # of the group's timeout: a rank that hangs speaks before those who wait for it
 _FORM = struct.Struct("<qqqq")  # action, step, stage, micro-batch; -1 for none
@@ -97,9 +101,23 @@ def _in_words(rank: int, action: int, step: int, stage: int, micro_batch: int) -
     return place(rank, step, stage if stage >= 0 else None, micro_batch if micro_batch >= 0 else None, word)
 
 
+def tell(fault: AutoplanError, rank: int) -> None:
+    """Leave a fault for `autoplan run`, which shows the one that came first; on stderr where that did not start us."""
+    if LAUNCHER_VARIABLE not in os.environ:
+        sys.stderr.write(f"{fault}\n")
+        sys.stderr.flush()
+        return
+    path = Path(os.environ[DIRECTORY_VARIABLE]) / f"{rank}{FAULT_SUFFIX}"
+    try:
+        beside = path.with_suffix(".part")
+        beside.write_bytes(pickle.dumps(fault))
+        os.replace(beside, path)
+    except OSError:  # it is gone already
+        sys.stderr.write(f"{fault}\n")
+
+
 def _exit_saying(fault: RankFault) -> None:
-    sys.stderr.write(f"{fault}\n")
-    sys.stderr.flush()
+    tell(fault, fault.rank or 0)
     os._exit(3)
 
 
