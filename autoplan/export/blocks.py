@@ -313,8 +313,9 @@ def _places(nodes: list[Node], layer_of: Mapping[str, int], layers: range, facts
         steady = not facts.is_random(node) and not facts.writes(node)
         reads = any(n.op == "get_attr" and _is_parameter(n, facts) for n in node.all_input_nodes)
         place[node] = max(before, default=SHARED) if steady and not reads else max([*before, layers.start])
-    for node in reversed(nodes):  # what only prepares a parameter goes with its reader
-        if layer_of.get(node.name) not in layers and facts.is_parameter_view(node):
+    for node in reversed(nodes):  # what only prepares a parameter, or what a loss divides by, goes with its reader
+        prepares = facts.is_parameter_view(node) or all(n.name.startswith("loss_total_") for n in node.all_input_nodes)
+        if layer_of.get(node.name) not in layers and prepares and node.all_input_nodes:
             place[node] = min((place[user] for user in node.users if user in place), default=place[node])
     return place
 

@@ -20,6 +20,7 @@ aten = torch.ops.aten
 
 Names = Mapping[Node, str]
 DEVICE = "DEVICE"
+AXIS = "tensor"
 
 
 class Compound(str):
@@ -91,7 +92,9 @@ def expression(node: Node, names: Names) -> str:
         return _call(_FUNCTIONAL[node.target], node.args, node.kwargs, names)
     if isinstance(node.target, torch._ops.OpOverload):
         return _operator(node, names)
-    return _call(getattr(node.target, "__name__", str(node.target)), node.args, node.kwargs, names)
+    # Ours: in an emitted folder there is no axis to name but the one that splits tensors.
+    arguments = [argument for argument in node.args if argument != AXIS]
+    return _call(getattr(node.target, "__name__", str(node.target)), arguments, node.kwargs, names)
 
 
 def _operator(node: Node, names: Names) -> str:
@@ -139,6 +142,8 @@ def value(argument: Any, names: Names) -> str:
         return _range(argument.start, argument.stop, argument.step, names)
     if isinstance(argument, str):
         return f'"{argument}"'
+    if isinstance(argument, torch._ops.OpOverload):
+        return f"torch.ops.{argument.namespace}.{argument.__name__}"
     return repr(argument)
 
 

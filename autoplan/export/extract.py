@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import ast
-import inspect
 import sys
 from collections.abc import Collection
-from types import ModuleType
+
+_BESIDE = ("collectives", "gradients", "model", "parallel", "program")  # modules of the folder
 
 
-def extract(module: ModuleType, wanted: Collection[str], *, docstring: str) -> str:
-    """Source that defines ``wanted`` names of ``module`` and all that they use of it, and imports the rest."""
-    source = inspect.getsource(module)
+def extract(source: str, wanted: Collection[str]) -> str:
+    """What defines ``wanted`` names of a module and all that they use of it, with the imports that this needs."""
     tree = ast.parse(source)
+    docstring = ast.get_docstring(tree, clean=False)
     definitions = {name: node for node in tree.body for name in _defines(node)}
     imports = {name: node for node in tree.body for name in _imports(node)}
     needed: set[str] = set()
@@ -50,14 +50,22 @@ def _imports(node: ast.stmt) -> list[str]:
 
 def _import_block(imports: dict[str, ast.stmt], needed: set[str]) -> str:
     """The imports that are used, each with no more than the names that are."""
-    blocks: dict[bool, list[str]] = {True: [], False: []}  # of Python itself, and of others
+    blocks: list[list[str]] = [[], [], []]  # of Python itself, of others, of the folder
     for node in dict.fromkeys(imports[name] for name in imports if name in needed):
         assert isinstance(node, ast.Import | ast.ImportFrom)
         names = [alias for alias in node.names if (alias.asname or alias.name).split(".")[0] in needed]
         module = node.module or "" if isinstance(node, ast.ImportFrom) else names[0].name
         text = ast.unparse(type(node)(**{**{f: getattr(node, f) for f in node._fields}, "names": names}))
-        blocks[module.split(".")[0] in sys.stdlib_module_names].append(text)
-    return "\n\n".join("\n".join(lines) for lines in blocks.values() if lines)
+        blocks[0 if module.split(".")[0] in sys.stdlib_module_names else 2 if module in _BESIDE else 1].append(text)
+    return "\n\n".join("\n".join(lines) for lines in blocks if lines)
+
+
+def reads(source: str) -> set[str]:
+    """Every name, and every attribute of one, that a module's text mentions."""
+    nodes = list(ast.walk(ast.parse(source)))
+    names = {node.id for node in nodes if isinstance(node, ast.Name)}
+    names |= {node.attr for node in nodes if isinstance(node, ast.Attribute)}
+    return names | {alias.name for node in nodes if isinstance(node, ast.ImportFrom) for alias in node.names}
 
 
 def _start(node: ast.stmt) -> int:

@@ -30,9 +30,9 @@ from torch.fx import Node
 from autoplan.capture import Capture, InputSpec
 from autoplan.errors import AutoplanError, StrategyError
 from autoplan.export.blocks import Function, Functions, Group, groups
-from autoplan.export.collectives import collectives_source
+from autoplan.export.extract import extract, reads
 from autoplan.export.stages import StageText, stage_text
-from autoplan.export.tables import Entry, specs_source
+from autoplan.export.tables import Entry, specs_source, values_source
 from autoplan.export.texts import (
     INTERLEAVED,
     NEVER_SPLIT,
@@ -53,11 +53,7 @@ from autoplan.sharding.placements import Copied, Shard
 
 _SOURCES = Path(__file__).with_name("emitted")
 _GRADIENTS = {0: "replicated.py", 1: "sharded.py", 2: "sharded.py", 3: "gathered.py"}
-_AS_THEY_STAND = ("parallel.py", "program.py", "train.py")
-_FROM_PARALLEL = (
-    *("DEVICE", "Input", "Mesh", "Parameters", "Spec", "Split", "Stage", "TensorAxis", "Value"),
-    "recomputed",
-)
+_FROM_PARALLEL = ("DEVICE", "Input", "Parameters", "Spec", "Split", "Stage", "Value", "recomputed")
 _WARM_UPS = {
     "gpipe": "MICRO_BATCHES",  # all forwards first
     "1f1b": "min(MICRO_BATCHES, PIPELINE - rank)",
@@ -115,23 +111,26 @@ class Emission:
 
     def write(self, directory: Path) -> None:
         zero = self._plan.strategy.zero_stage if self._plan.strategy.data > 1 else 0
-        gradients = (_SOURCES / _GRADIENTS[zero]).read_text(encoding="utf-8")
+        gradients = _template(_GRADIENTS[zero])
         if zero == 2:
             gradients = gradients.replace("EVERY_BACKWARD = False", "EVERY_BACKWARD = True")
-        files = {
-            "model.py": self.model(),
-            "gradients.py": gradients,
-            **{
-                name: (_SOURCES / name).read_text(encoding="utf-8")
-                for name in ("parallel.py", "program.py", "train.py")
-            },
-        }
-        called = self._called()
-        if called:
-            files["collectives.py"] = collectives_source(called)
+        files = {"model.py": self.model(), "gradients.py": gradients}
+        files["program.py"] = self._program()
+        files["train.py"] = _template("train.py")
+        if called := self._called():
+            files["collectives.py"] = extract(_template("collectives.py"), called)
+        used = set[str]().union(*map(reads, files.values()))
+        files["parallel.py"] = extract(_template("parallel.py"), used)
         for name, text in files.items():
             (directory / name).write_text(text, encoding="utf-8")
         self._save_tensors(directory)
+
+    def _program(self) -> str:
+        """program.py without what this plan has no use for."""
+        text = _template("program.py")
+        needless = {"TIED": not self._ownership.tied, "ALIASES": not self._aliases, "RANDOM": not self._random()}
+        summed = any(isinstance(placement, Copied) for placement in self._graphs.placements.values())
+        return _without(text, [*(name for name, absent in needless.items() if absent), *([] if summed else ["SUMMED"])])
 
     # ---------------------------------------------------------------------------------------------------- model.py
 
@@ -233,21 +232,20 @@ class Emission:
             "",
             "from __future__ import annotations",
             "",
+            *(["import itertools"] if "itertools" in words else []),
             *used("collections.abc", ("Iterator", "Mapping", "Sequence")),
-            *used("contextlib", ("AbstractContextManager", "nullcontext")),
             "",
             "import torch",
             *(["import torch.nn.functional as F"] if "F" in words else []),
             "from torch import Tensor",
             "",
-            *used("collectives", sorted([*self._called(), "communicating"])),
+            *used("collectives", self._called()),
             *used("gradients", ("gathers",)),
             *used("parallel", _FROM_PARALLEL),
             "",
             f"PIPELINE, DATA, TENSOR = {strategy.pipeline}, {strategy.data}, {strategy.tensor}",
             f"MICRO_BATCH_SIZE, MICRO_BATCHES = {strategy.micro_batch_size}, {strategy.micro_batches}",
             "GLOBAL_BATCH = DATA * MICRO_BATCH_SIZE * MICRO_BATCHES",
-            f"RANDOM = {self._random()}  # whether the model draws random numbers (dropout)",
         ]
         return "\n".join(lines)
 
@@ -260,14 +258,18 @@ class Emission:
         targets = [node.target for node in self._nodes if node.op == "call_function"]
         return sorted({t.__name__ for t in targets if getattr(t, "__module__", "") == operators.__name__})  # type: ignore[union-attr]
 
+    @cached_property
+    def _aliases(self) -> dict[str, str]:
+        return {name: first for name, first in self._ownership.canonical.items() if name != first}
+
     def _random(self) -> bool:
+        """Whether the model draws random numbers (dropout)."""
         facts = [GraphFacts(stage.graph_module.graph, stage.graph_module) for stage in self._graphs.stages]
         return any(each.is_random(node) for each in facts for node in each.order)
 
     def _tables(self) -> str:
         entries = [*self._parameter_entries(), *self._buffer_entries()]
         tied = tuple(self._ownership.tied.items())
-        aliases = {name: first for name, first in self._ownership.canonical.items() if name != first}
         totals = [node for node in self._nodes if node.op == "placeholder" and node.name.startswith("loss_total_")]
         dtypes = {node.name: node.meta["val"].dtype for node in totals}
         lines = [
@@ -275,22 +277,13 @@ class Emission:
             *(f'    "{spec.placeholder}": {_input(spec, self._capture)},' for spec in self._capture.inputs),
             "}",
             f"LOSS_TOTALS = ({''.join(f'{dtypes[name]}, ' for name in sorted(dtypes)).rstrip()})",
-            "VALUES: tuple[Value, ...] = (  # that stages send to each other",
-            *(f"    {_value(value)}," for value in self._values),
-            ")",
-            f"ALIASES: dict[str, str] = {_mapping(aliases)}  # tied parameters by the name that they are kept under",
-            f"TIED: tuple[tuple[str, tuple[int, ...]], ...] = {_pairs(tied)}  # held by several stages",
+            *values_source(self._values),
         ]
-        axis = "communicating(TensorAxis(mesh))" if self._called() else "nullcontext()"
-        around = [
-            "def on_axis(mesh: Mesh) -> AbstractContextManager[None]:",
-            '    """Around a stage: whom its collectives talk to."""',
-            f"    return {axis}",
-        ]
-        specs = specs_source(entries, len(self._graphs.stages))
-        return "\n".join(lines).replace(
-            "VALUES = (  # that stages send to each other\n)", "VALUES: tuple[Value, ...] = ()"
-        ) + ("\n\n\n" + specs + "\n\n\n" + "\n".join(around))
+        if self._aliases:
+            lines.append(f"ALIASES = {_mapping(self._aliases)}  # tied parameters by the name that they are kept under")
+        if tied:
+            lines.append(f"TIED = {_pairs(tied)}  # held by several stages")
+        return "\n".join(lines) + "\n\n\n" + specs_source(entries, len(self._graphs.stages))
 
     def _schedule(self) -> str:
         """``actions(rank)``: an alternation for one stage a rank, the whole order where a rank holds several."""
@@ -348,6 +341,16 @@ class Emission:
             )
 
 
+def _template(name: str) -> str:
+    return (_SOURCES / name).read_text(encoding="utf-8")
+
+
+def _without(text: str, marks: Sequence[str]) -> str:
+    """``text`` without the lines that end in ``# if MARK`` of one of ``marks``, and without the other such marks."""
+    lines = [line for line in text.splitlines() if not any(line.endswith(f"  # if {mark}") for mark in marks)]
+    return "\n".join(re.sub(r"  # if [A-Z]+$", "", line) for line in lines) + "\n"
+
+
 def _import(module: str, names: Sequence[str]) -> list[str]:
     line = f"from {module} import {', '.join(names)}"
     return [line] if len(line) <= 120 else [f"from {module} import (", *(f"    {name}," for name in names), ")"]
@@ -370,13 +373,6 @@ def _comes_from(node: Node, name: str) -> bool:
     while node.op != "placeholder" and len(node.all_input_nodes) == 1:
         node = node.all_input_nodes[0]
     return node.name == name
-
-
-def _value(value: Value) -> str:
-    return (
-        f'Value("{value.name}", {value.source}, {value.destinations}, {value.sizes}, {value.order}, {value.dtype}, '
-        f"{value.differentiable})"
-    )
 
 
 def _split(placement: Shard) -> str:

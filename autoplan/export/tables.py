@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
 from autoplan.export.blocks import WIDTH
+from autoplan.passes.split_stages import Value
 
 K = TypeVar("K")
 V = TypeVar("V")
@@ -50,6 +52,21 @@ def specs_source(entries: Sequence[Entry], stages: int) -> str:
     return "\n\n\n".join([*(_table(name, table) for table, name in tables.items()), "\n".join(lines)])
 
 
+def values_source(values: Sequence[Value]) -> list[str]:
+    """``VALUES``: what stages send to each other; a chain of alike ones in one line."""
+    comment = "  # that stages send to each other"
+    rows = [_value(value, f'"{value.name}"', str(value.source), str(value.destinations)) for value in values]
+    alike = {_value(value, 'f"from_{s}"', "s", "(s + 1,)") for value in values}
+    chain = [(value.source, value.destinations) for value in values] == [(s, (s + 1,)) for s in range(len(values))]
+    if len(values) > 2 and chain and len(alike) == 1:
+        return [f"VALUES = [{comment}", f"    {alike.pop()} for s in range({len(values)})", "]"]
+    return [f"VALUES: list[Value] = [{comment}", *(f"    {row}," for row in rows), "]"]
+
+
+def _value(value: Value, name: str, source: str, readers: str) -> str:
+    return f"Value({name}, {source}, {readers}, {value.sizes}, {value.order}, {value.dtype}, {value.differentiable})"
+
+
 def _sorted(entries: Sequence[Entry]) -> tuple[list[Entry], dict[_Pattern, dict[int, tuple[int, ...]]]]:
     numbered: dict[_Pattern, dict[int, tuple[int, ...]]] = {}
     members: dict[_Pattern, list[Entry]] = {}
@@ -79,6 +96,9 @@ def _together(pairs: Iterable[tuple[K, V]]) -> list[tuple[K, list[V]]]:
 
 def _table(name: str, table: tuple[tuple[int, ...], ...]) -> str:
     """Numbers of layers by stage; runs as ranges."""
+    bounds = [table[0][0] if table[0] else 0, *(numbers[-1] + 1 for numbers in table if numbers)]
+    if len(table) > 2 and table == tuple(tuple(range(a, b)) for a, b in itertools.pairwise(bounds)):
+        return f"BOUNDS = {_tuple(bounds)}\n{name} = [range(a, b) for a, b in itertools.pairwise(BOUNDS)]  # by stage"
     rows = [f"    {_run(numbers)}," for numbers in table]
     return "\n".join([f"{name}: tuple[Sequence[int], ...] = (  # by stage", *rows, ")"])
 

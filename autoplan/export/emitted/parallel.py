@@ -1,4 +1,4 @@
-"""How the ranks work together: mesh, pipeline, gradients, checkpoints. Needs torch and nothing else.
+"""How the ranks work together: mesh, pipeline, checkpoints. Needs torch and nothing else.
 
 Ranks are numbered with the tensor axis innermost, then data, then pipeline: rank = (pipeline * D + data) * T + tensor.
 Stage s of the model stands on pipeline rank s mod P, so that a rank may hold several.
@@ -6,7 +6,6 @@ Stage s of the model stands on pipeline rank s mod P, so that a rank may hold se
 
 from __future__ import annotations
 
-import contextvars
 import os
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -105,9 +104,20 @@ class Parameters(Mapping[str, Tensor]):
 
 
 def recomputed(function: Callable[..., Any], *arguments: Any) -> Any:
-    """Keep the arguments alone and run ``function`` again in the backward, with the same ranks to talk to."""
-    run = contextvars.copy_context().run
-    return checkpoint(run, function, *arguments, use_reentrant=False)
+    """Keep the arguments alone and run ``function`` again in the backward."""
+    return checkpoint(function, *arguments, use_reentrant=False)
+
+
+@dataclass
+class Axis:
+    """Where this rank stands on an axis of the mesh, and whom its collectives talk to."""
+
+    group: dist.ProcessGroup | None = None
+    rank: int = 0
+    size: int = 1
+
+
+TENSOR_AXIS = Axis()  # set by the mesh
 
 
 class Mesh:
@@ -131,6 +141,7 @@ class Mesh:
         self.tensor = self._groups(
             [[self.at(p, d, t) for t in range(tensor)] for p in range(pipeline) for d in range(data)]
         )
+        TENSOR_AXIS.group, TENSOR_AXIS.rank, TENSOR_AXIS.size = self.tensor, self.tensor_rank, tensor
         self.data = self._groups(
             [[self.at(p, d, t) for d in range(data)] for p in range(pipeline) for t in range(tensor)]
         )
@@ -157,34 +168,6 @@ class Mesh:
                 group = dist.new_group(members)
                 mine = group if dist.get_rank() in members else mine
         return mine
-
-
-class TensorAxis:
-    """What the collectives of model.py call: the ranks that share this rank's layers."""
-
-    def __init__(self, mesh: Mesh) -> None:
-        self._mesh = mesh
-
-    def rank(self, axis: str) -> int:
-        return self._mesh.tensor_rank
-
-    def size(self, axis: str) -> int:
-        return self._mesh.degrees[2]
-
-    def all_reduce(self, tensor: Tensor, axis: str, operation: str = "sum") -> None:
-        if self._mesh.tensor is not None:
-            kinds = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
-            dist.all_reduce(tensor, op=kinds[operation], group=self._mesh.tensor)
-
-    def all_gather(self, tensor: Tensor, axis: str) -> list[Tensor]:
-        parts = [torch.empty_like(tensor) for _ in range(self.size(axis))]
-        dist.all_gather(parts, tensor, group=self._mesh.tensor)
-        return parts
-
-    def reduce_scatter(self, parts: list[Tensor], axis: str) -> Tensor:
-        result = torch.empty_like(parts[0])
-        dist.reduce_scatter(result, parts, group=self._mesh.tensor)
-        return result
 
 
 class Pipeline:
@@ -235,17 +218,10 @@ class Pipeline:
 
     def _receive(self, stage: int, samples: int, micro_batch: int) -> list[Tensor]:
         shapes = [[a * samples + b for a, b in value.sizes] for value in self.receives[stage]]
-        posted = [
-            self._post(
-                torch.empty([shape[d] for d in v.order], dtype=v.dtype, device=DEVICE),
-                "forward",
-                v,
-                stage,
-                v.source,
-                micro_batch,
-            )
-            for v, shape in zip(self.receives[stage], shapes, strict=True)
-        ]
+        posted = []
+        for v, shape in zip(self.receives[stage], shapes, strict=True):
+            memory = torch.empty([shape[d] for d in v.order], dtype=v.dtype, device=DEVICE)
+            posted.append(self._post(memory, "forward", v, stage, v.source, micro_batch))
         tensors = []
         for value, arrived in zip(self.receives[stage], posted, strict=True):
             memory = arrived()
@@ -335,9 +311,9 @@ def sum_tied(mesh: Mesh, parameters: Mapping[str, nn.Parameter], tied: Iterable[
     """A parameter that several ranks hold gets the sum of their gradients, along the chain of ranks and back."""
     for name, stages in tied:
         ranks = sorted({stage % mesh.degrees[0] for stage in stages})
-        if mesh.pipeline_rank not in ranks or len(ranks) == 1 or not parameters[name].requires_grad:
+        parameter = parameters.get(name)  # a frozen one is nothing that is optimised
+        if mesh.pipeline_rank not in ranks or len(ranks) == 1 or parameter is None or not parameter.requires_grad:
             continue
-        parameter = parameters[name]
         total = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad.contiguous()
         own = ranks.index(mesh.pipeline_rank)
         if own > 0:

@@ -20,10 +20,11 @@ class Program:
     """``step(batch)`` leaves gradients of the whole batch on ``parameters()``; an optimizer of yours updates them.
 
     ``weights``: a directory of files with whole tensors under the model's own names (written by :meth:`save` under any
-    split, or ``torch.save(model.state_dict(), "weights/all.pt")``); None starts from random numbers.
+    split, or ``torch.save(model.state_dict(), "weights/all.pt")``); None starts from random numbers. ``compiler``: a
+    backend of torch.compile for the stages ("inductor"); None runs them as they stand.
     """
 
-    def __init__(self, weights: str | Path | None = None, seed: int = 0) -> None:
+    def __init__(self, weights: str | Path | None = None, seed: int = 0, compiler: str | None = None) -> None:
         edges = [(value.source, reader) for value in model.VALUES for reader in value.readers]
         self.mesh = mesh = Mesh(model.PIPELINE, model.DATA, model.TENSOR, edges)
         stages = [stage for stage in range(len(model.STAGES)) if stage % model.PIPELINE == mesh.pipeline_rank]
@@ -34,8 +35,11 @@ class Program:
         self.buffers = {spec.name: tensors[spec.name] for spec in self.specs if not spec.is_parameter}
         self.root = self.gradients.read()
         self.root.update(self.buffers)
-        self.root.update({alias: self.root[name] for alias, name in model.ALIASES.items() if name in self.root})
+        aliases = {alias: name for alias, name in model.ALIASES.items() if name in self.root}  # if ALIASES
+        self.root.update({alias: self.root[name] for alias, name in aliases.items()})  # if ALIASES
         self.steps, self.seed = 0, seed
+        runs = {stage: model.STAGES[stage].run for stage in stages}
+        self.runs = {s: torch.compile(run, backend=compiler) if compiler else run for s, run in runs.items()}
         self.pipeline = Pipeline(mesh, {stage: partial(self._forward, stage) for stage in stages}, model.VALUES)
 
     def parameters(self) -> list[nn.Parameter]:
@@ -48,7 +52,10 @@ class Program:
 
     def step(self, batch: Mapping[str, Tensor]) -> float:
         """Forward and backward of a whole global batch of GLOBAL_BATCH samples; every rank passes all of it and takes
-        its rows. Returns the loss on every rank."""
+        its rows. Gradients add to those there are, as in torch. Returns the loss on every rank."""
+        earlier = [(each, each.grad) for each in self.parameters() if each.grad is not None]
+        for each, _ in earlier:
+            each.grad = None
         samples = model.MICRO_BATCH_SIZE
         first = self.mesh.data_rank * model.MICRO_BATCHES * samples
         rows = [range(first + m * samples, first + (m + 1) * samples) for m in range(model.MICRO_BATCHES)]
@@ -60,8 +67,10 @@ class Program:
         actions = model.actions(self.mesh.pipeline_rank)
         loss = self.pipeline.run(actions, [(samples, each) for each in batches], self.gradients.before_backward)
         self.gradients.finish_step()
-        parallel.sum_tied(self.mesh, self.gradients.optimised, model.TIED)
-        parallel.sum_over_tensor(self.mesh, self.gradients.optimised, self.specs)
+        parallel.sum_tied(self.mesh, self.gradients.optimised, model.TIED)  # if TIED
+        parallel.sum_over_tensor(self.mesh, self.gradients.optimised, self.specs)  # if SUMMED
+        for each, gradient in earlier:
+            each.grad = gradient if each.grad is None else each.grad + gradient
         self.steps += 1
         # The last stage's rank has the contributions of its data rank, alike on its tensor ranks.
         if self.mesh.tensor_rank or self.mesh.pipeline_rank < model.PIPELINE - 1:
@@ -72,11 +81,10 @@ class Program:
     def _forward(
         self, stage: int, micro_batch: int, batch: Mapping[str, Tensor], *received: Tensor
     ) -> tuple[Tensor, ...]:
-        if model.RANDOM:  # one stream a step, micro-batch, stage and data rank; tensor ranks draw alike
-            place = (self.steps * model.MICRO_BATCHES + micro_batch) * model.DATA + self.mesh.data_rank
-            torch.manual_seed(self.seed + place * len(model.STAGES) + stage)
-        with model.on_axis(self.mesh):
-            return model.STAGES[stage].run(Parameters(self.root), batch, *model.STAGES[stage].layers, *received)
+        # One stream of random numbers a step, micro-batch, stage and data rank; tensor ranks draw alike.  # if RANDOM
+        place = (self.steps * model.MICRO_BATCHES + micro_batch) * model.DATA + self.mesh.data_rank  # if RANDOM
+        torch.manual_seed(self.seed + place * len(model.STAGES) + stage)  # if RANDOM
+        return self.runs[stage](Parameters(self.root), batch, *model.STAGES[stage].layers, *received)
 
     def save(self, directory: str | Path) -> None:
         """Whole tensors under the model's own names, one file a pipeline rank; readable under any split."""
