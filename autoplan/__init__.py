@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from autoplan.runtime.checkpoints import Checkpoints
     from autoplan.runtime.launch import launch
     from autoplan.runtime.program import Program
+    from autoplan.runtime.scaling import GradScaler
     from autoplan.verification import verify
 
 __version__ = "0.1.0"
@@ -43,6 +44,7 @@ __all__ = [
     "Cluster",
     "ClusterError",
     "Device",
+    "GradScaler",
     "InfeasibleError",
     "Link",
     "ModelError",
@@ -72,7 +74,7 @@ _HOMES = {
     "errors": tuple(name for name in __all__ if name.endswith(("Error", "Fault"))),
     "plan": ("Plan", "Stage", "Strategy"),
     "questions": ("compare", "fit", "min_gpus"),
-    "runtime": ("Checkpoints", "Program", "launch"),
+    "runtime": ("Checkpoints", "GradScaler", "Program", "launch"),
     "verification": ("verify",),
 }
 _HOME = {name: home for home, names in _HOMES.items() for name in names}

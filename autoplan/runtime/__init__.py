@@ -4,10 +4,12 @@ from autoplan.runtime.checkpoints import Checkpoints, Resumed
 from autoplan.runtime.faults import CheckpointError, RankFault
 from autoplan.runtime.launch import ensure_process_group, how_to_launch, launch
 from autoplan.runtime.program import Program
+from autoplan.runtime.scaling import GradScaler
 
 __all__ = [
     "CheckpointError",
     "Checkpoints",
+    "GradScaler",
     "Program",
     "RankFault",
     "Resumed",

@@ -97,6 +97,7 @@ class RankInterpreter:
         self.chunks = {chunk.stage.index: chunk for chunk in chunks}
         self.rank, self.device = rank, device
         self.peak_in_flight = 0
+        self.loss_scale = 1.0  # what gradients are multiplied by: see autoplan.runtime.scaling
         self._channels, self._communicator = channels, communicator
         self._around_forward, self._before_backward = around_forward, before_backward
 
@@ -215,7 +216,7 @@ class RankInterpreter:
         held = run.in_flight.pop((action.stage, index))
         roots: list[tuple[Tensor, Tensor]] = []
         if held.loss is not None and held.loss.requires_grad:
-            roots.append((held.loss, torch.ones_like(held.loss)))
+            roots.append((held.loss, torch.full_like(held.loss, self.loss_scale)))
         for (_, output), gradient in zip(held.sent, self._receive_gradients(held, index, run), strict=True):
             if gradient is not None and output.requires_grad:
                 roots.append((output, gradient))
