@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from autoplan.plan import Strategy
 from autoplan.search.chain import Chain
-from autoplan.search.recompute import Relaxation
+from autoplan.search.recompute import Prices, prices_of
 from autoplan.search.space import Space
 from autoplan.search.tables import MARGIN, Tables
 
@@ -69,8 +69,8 @@ def _periods_s(space: Space, tables: Tables, kind: int, count: int, most_held: i
 
 def _most_repeated(chain: Chain) -> tuple[int, int]:
     """The kind whose layers take longest together, and how many there are."""
-    counts = np.bincount(chain.kinds, minlength=len(chain.costs))
-    kind = int(np.argmax([n * c.period_s for n, c in zip(counts, chain.costs, strict=True)]))
+    counts = np.bincount(chain.kinds, minlength=len(chain.priced.kinds))
+    kind = int(np.argmax(counts * chain.seconds.period_s))
     return kind, int(counts[kind])
 
 
@@ -81,9 +81,13 @@ def _least_extra_s(chain: Chain, kind: int, blocks: Floats, room: Floats, most_h
     fits = held[:, None] * saved + costs.window_bytes[chain.policies[0]] <= room
     extra = np.where(fits, 0.0, math.inf)
     row, column = np.nonzero(~fits)
-    if len(row) and chain.windows:
-        short, layers = room[column], blocks[column]
-        pieces = chain.kind_segments(kind)
-        relaxed = Relaxation(tuple(([ratio for _, ratio in p], [layers * bytes_ for bytes_, _ in p]) for p in pieces))
-        extra[row, column] = relaxed.least_extra_s([saved[column] - (short - w) / held[row] for w in chain.windows])
+    nothing, all_blocks = np.zeros(len(row), dtype=np.int64), np.arange(len(blocks) + 1.0)
+    for own, opened in dict.fromkeys(
+        (chain.savings.choices_of(kind, window), chain.savings.opened(kind, window)) for window in chain.savings.windows
+    ):
+        prices, gains, most = prices_of({0: own})
+        relaxed = Prices(prices, all_blocks[:, None] * gains, all_blocks * most)
+        deficit = saved[column] - (room[column] - opened) / held[row]
+        found = relaxed.least_extra_s(nothing, column + 1, deficit)
+        extra[row, column] = np.minimum(extra[row, column], found)
     return extra

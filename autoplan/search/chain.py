@@ -7,7 +7,7 @@ layers, tied parameters, what crosses each cut, and which policies save what.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
@@ -16,19 +16,13 @@ from numpy.typing import NDArray
 from autoplan.layers.types import LayerGraph, LayerKind
 from autoplan.search.dag_transfers import Crossing, crossing, edge_bytes, is_chain
 from autoplan.search.pricing import Kept, KindCosts, Kinds, Seconds
-from autoplan.search.recompute import NOTHING, Choice, Frontier, Pieces, Relaxation, extend, frontier, hull, pieces_of
+from autoplan.search.savings import Savings
 
 Floats = NDArray[np.float64]
 Integers = NDArray[np.int64]
 
 # Stages of up to this many kinds are grouped by how many layers of each they hold.
 MOST_GROUPED_KINDS = 16
-# Of longer spans of more kinds than that not every combination is looked at.
-MOST_COMBINED = 16
-# Windows that are tried as the highest to open while recomputing; all of them where no more kinds than this recompute.
-MOST_WINDOWS = 6
-# Prices of saved bytes that are told apart where recompute is bounded from below.
-MOST_SEGMENTS = 24
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,8 +49,6 @@ class Chain:
     cut_bytes: Floats
     tied: tuple[Tied, ...]
     crossing: Crossing | None = None
-    _frontiers: dict[tuple[object, ...], Frontier] = field(default_factory=dict)
-    _by_window: dict[float, Pieces] = field(default_factory=dict)
 
     @cached_property
     def kept(self) -> Kept:
@@ -103,7 +95,8 @@ class Chain:
 
     def prefix(self, values: Floats) -> Floats:
         """[L + 1] sums of a value a kind over the layers before each cut."""
-        return np.concatenate(([0.0], np.cumsum(self.per_layer(values))))
+        each = self.per_layer(values)
+        return np.concatenate((np.zeros((1, *each.shape[1:])), np.cumsum(each, axis=0)))
 
     @cached_property
     def _periods_s(self) -> Floats:
@@ -258,31 +251,14 @@ class Chain:
         return float(self.per_layer(self._periods_s).max())
 
     @cached_property
-    def windows(self) -> tuple[float, ...]:
-        """Windows that recomputing may open, ascending: the thresholds that the choice is solved for."""
-        found = {c.window_bytes[p] for c in self.costs for p in self.policies[1:] if self._saves(c, p) > 0}
-        ordered = sorted(found)
-        if len(ordered) > MOST_WINDOWS:
-            ordered = [ordered[k] for k in np.linspace(0, len(ordered) - 1, MOST_WINDOWS).astype(int)]
-        return tuple(ordered)
+    def savings(self) -> Savings:
+        """What recompute saves and costs."""
+        return Savings(self)
 
-    @cached_property
-    def _choices(self) -> dict[float, dict[int, tuple[Choice, ...]]]:
-        """For each window the choices of each kind that stay within it."""
-        return {
-            window: {
-                kind: tuple(
-                    Choice(p, self._saves(c, p), c.extra_s[p] - c.extra_s[self.policies[0]])
-                    for p in self.policies[1:]
-                    if self._saves(c, p) > 0 and c.window_bytes[p] <= window
-                )
-                for kind, c in enumerate(self.costs)
-            }
-            for window in self.windows
-        }
-
-    def _saves(self, costs: KindCosts, policy: str) -> float:
-        return costs.saved_bytes[self.policies[0]] - costs.saved_bytes[policy]
+    @property
+    def grouped(self) -> bool:
+        """Whether spans that hold as many layers of each kind are taken as one: there are few kinds."""
+        return len(self.priced.kinds) <= MOST_GROUPED_KINDS
 
     @cached_property
     def counts(self) -> Integers:
@@ -304,7 +280,7 @@ class Chain:
         """Spans that hold the same layers of each kind and the same tied parameters cost the same: positions of one of
         each, and for every span which of those it is like."""
         everyone = np.arange(len(first))
-        if len(self.priced.kinds) > MOST_GROUPED_KINDS:
+        if not self.grouped:
             return everyone, everyone
         columns = [self.counts[end] - self.counts[first]]
         if self.crossing is not None:
@@ -313,79 +289,15 @@ class Chain:
             columns.append(self.holders(group, first, end)[:, None])
         return _distinct_rows(np.concatenate(columns, axis=1))
 
-    def key(self, first: int, end: int) -> tuple[object, ...]:
-        """What :meth:`frontier` knows a span by: its layers of each kind, or with many kinds the span itself."""
-        if len(self.priced.kinds) > MOST_GROUPED_KINDS:
-            return ("span", first, end)
-        return ("counts", *(int(n) for n in self.counts[end] - self.counts[first]))
+    def held_kinds(self, first: int, end: int) -> tuple[int, ...]:
+        """How many layers of each kind a span holds."""
+        return tuple((self.counts[end] - self.counts[first]).tolist())
 
     @cached_property
     def distinct_cuts(self) -> tuple[list[float], Integers]:
         """Different sizes of what crosses a cut, and for each cut which it is."""
         distinct, back = np.unique(self.cut_bytes, return_inverse=True)
         return [float(b) for b in distinct], back.reshape(-1)
-
-    def frontier(self, key: tuple[object, ...], window: float) -> Frontier:
-        """What the layers under ``key`` can save within ``window``, remembered."""
-        if key[0] == "span":
-            _, first, end = key
-            assert isinstance(first, int) and isinstance(end, int)
-            if end - first > MOST_COMBINED:  # made as fast as it is looked up
-                return self._pieces(window).span(first, end)
-        known = self._frontiers.get((window, *key))
-        if known is None:
-            known = self._frontiers[(window, *key)] = self._frontier(key, window)
-        return known
-
-    def _pieces(self, window: float) -> Pieces:
-        if window not in self._by_window:
-            self._by_window[window] = pieces_of([int(kind) for kind in self.kinds], self._choices[window])
-        return self._by_window[window]
-
-    def relaxed(self, first: Integers, end: Integers) -> Relaxation:
-        """The least recompute of spans where layers may recompute in part: never more than the exact least."""
-        return Relaxation(
-            tuple(
-                (ratios, [capacity[end] - capacity[first] for capacity in capacities])
-                for ratios, capacities in self._segments
-            )
-        )
-
-    def kind_segments(self, kind: int) -> tuple[list[tuple[float, float]], ...]:
-        """For each window what a layer of a kind saves if it may recompute in part, see :func:`.recompute.hull`."""
-        return tuple(hull(choices[kind]) for choices in self._choices.values())
-
-    @cached_property
-    def _segments(self) -> tuple[tuple[list[float], list[Floats]], ...]:
-        """For each window seconds a byte, ascending, with prefix sums of the bytes that layers save at that price."""
-        answer = []
-        for choices in self._choices.values():
-            pieces = [(ratio, kind, saved) for kind, own in choices.items() for saved, ratio in hull(own)]
-            edges = _quantiles(sorted({ratio for ratio, _, _ in pieces}), MOST_SEGMENTS)
-            capacities = []
-            for low, high in zip(edges, (*edges[1:], math.inf), strict=True):
-                of_kind = np.zeros(len(self.priced.kinds))
-                for ratio, kind, saved in pieces:
-                    of_kind[kind] += saved if low <= ratio < high else 0.0
-                capacities.append(self.prefix(of_kind))
-            answer.append((edges, capacities))
-        return tuple(answer)
-
-    def _frontier(self, key: tuple[object, ...], window: float) -> Frontier:
-        choices = self._choices[window]
-        if key[0] == "counts":
-            return frontier(tuple((k, n) for k, n in enumerate(key[1:]) if isinstance(n, int) and n), choices)
-        _, first, end = key
-        if not (isinstance(first, int) and isinstance(end, int)) or first >= end:
-            return NOTHING
-        # From the longest span with this start that is known; a loop, as spans may be longer than the stack is deep.
-        at = next((e for e in range(end - 1, first, -1) if (window, "span", first, e) in self._frontiers), first)
-        grown = self._frontiers[(window, "span", first, at)] if at > first else NOTHING
-        while at < end:
-            kind = int(self.kinds[at])
-            at += 1
-            grown = self._frontiers[(window, "span", first, at)] = extend(grown, kind, 1, choices[kind])
-        return grown
 
 
 def build_chain(graph: LayerGraph, priced: Kinds, *, policies: tuple[str, ...], samples: int) -> Chain:
@@ -435,13 +347,6 @@ def _distinct_rows(columns: Integers) -> tuple[Integers, Integers]:
     keys = columns @ np.array(radix[:-1], dtype=np.int64) if radix[-1] < 2**62 else columns
     _, positions, member = np.unique(keys, axis=0, return_index=True, return_inverse=True)
     return positions, member.reshape(-1)
-
-
-def _quantiles(ascending: list[float], most: int) -> list[float]:
-    """At most so many of the values, the least among them."""
-    if len(ascending) <= most:
-        return ascending
-    return [ascending[k * len(ascending) // most] for k in range(most)]
 
 
 def _range_max(values: Floats) -> Floats:

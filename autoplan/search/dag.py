@@ -22,7 +22,6 @@ from numpy.typing import NDArray
 from autoplan.layers.types import Edge, LayerGraph
 from autoplan.search.chain import Chain, Floats, Integers
 from autoplan.search.dag_transfers import Crossing
-from autoplan.search.recompute import NOTHING, Frontier, extend
 
 Members = NDArray[np.bool_]
 
@@ -225,19 +224,9 @@ class DownSetChain(Chain):
             answer[~inside[:, None] & inside[None, :]] = values[layer]
         return answer
 
-    def key(self, first: int, end: int) -> tuple[object, ...]:
-        return ("counts", *(int(n) for n in self.counts[end] - self.counts[first]))
-
-    def _frontier(self, key: tuple[object, ...], window: float) -> Frontier:
-        """One kind after the other, so that sets that begin alike share their beginnings."""
-        grown, choices = NOTHING, self._choices[window]
-        for kind, number in enumerate(key[1:]):
-            if isinstance(number, int) and number:
-                begun = (window, "begun", *key[1 : kind + 2])
-                if begun not in self._frontiers:
-                    self._frontiers[begun] = extend(grown, kind, number, choices[kind])
-                grown = self._frontiers[begun]
-        return grown
+    @property
+    def grouped(self) -> bool:
+        return True
 
     @cached_property
     def least_crossing(self) -> float:

@@ -22,6 +22,7 @@ from functools import cached_property
 import numpy as np
 
 from autoplan.plan import Strategy
+from autoplan.search.arcs import StageArcs
 from autoplan.search.blocks import BlockBounds
 from autoplan.search.boundaries import fixed_split
 from autoplan.search.bounds import LowerBounds, fits_greedily, lower_bounds
@@ -461,10 +462,11 @@ def _solve(
         complete = limit >= min(longest_useful, total)
         safe_s = cutoff_s if complete else steps * limit + total
         tables = tables_of(strategy, period_limit_s=longest_useful if complete else limit)
-        solution = solve_split(tables.problem(), cutoff_s=min(cutoff_s, safe_s), solver=solver)
+        arcs = StageArcs(tables=tables)
+        solution = solve_split(arcs.problem(), cutoff_s=min(cutoff_s, safe_s), solver=solver)
         if complete or (solution is not None and solution.split is not None):
             left_out_s = simulated_with_longer_s(strategy, total, tables.period_limit_s)
-            return with_simulated_bound(tables, solution, left_out_s)
+            return with_simulated_bound(arcs, solution, left_out_s)
         limit *= 2
 
 

@@ -19,9 +19,9 @@ anyone believes it, and a proof counts only where the exact dynamic program agre
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import math
 from collections import defaultdict
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -39,6 +39,7 @@ from autoplan.search.split import (
     bounds,
     evaluate,
     least_path,
+    path_of,
     shortest,
     useful_arcs,
 )
@@ -89,7 +90,7 @@ def solve_split(
             return Solution(split=upper, lower_bound_s=floor_s, proven_by="bound", bound=bound)
         cuts = least_path(problem, period_at_most_s=bound.bottleneck_s)
         assert cuts is not None
-        path = _arcs_of(problem, cuts)
+        path = _flags(problem, path_of(problem, cuts))
         known = _is_exact(problem, path)
         if not known:
             problem = _refined(problem, path)
@@ -100,7 +101,7 @@ def solve_split(
         if not known and not math.isfinite(limit_s):
             continue
         arcs = useful_arcs(problem, bound, value_at_most_s=limit_s)
-        asked = _arcs_asked(problem, arcs)
+        asked = _flags(problem, arcs.at)
         if _is_exact(problem, asked):
             answer = _solve(problem, bound, arcs, upper, cutoff_s, solver, time_limit_s)
             return dataclasses.replace(answer, bound=bound)
@@ -109,7 +110,7 @@ def solve_split(
 
 
 def _is_exact(problem: SplitProblem, arcs: Flags) -> bool:
-    """Whether [S, n] ``arcs`` cost what the problem says."""
+    """Whether [A] ``arcs`` cost what the problem says."""
     return problem.exact is None or bool(problem.exact[arcs].all())
 
 
@@ -119,18 +120,11 @@ def _refined(problem: SplitProblem, arcs: Flags) -> SplitProblem:
     return problem.refine(arcs)
 
 
-def _arcs_of(problem: SplitProblem, cuts: tuple[int, ...]) -> Flags:
-    """[S, n] the arcs of a split."""
-    chosen = np.zeros(problem.period_s.shape, dtype=bool)
-    chosen[np.arange(problem.stages), [problem.column(i, j) for i, j in itertools.pairwise(cuts)]] = True
-    return chosen
-
-
-def _arcs_asked(problem: SplitProblem, arcs: Arcs) -> Flags:
-    """[S, n] the same arcs as flags."""
-    asked = np.zeros(problem.period_s.shape, dtype=bool)
-    asked[arcs.stage, arcs.span] = True
-    return asked
+def _flags(problem: SplitProblem, arcs: Sequence[int] | Integers) -> Flags:
+    """[A] the same arcs as flags."""
+    flags = np.zeros(len(problem.places), dtype=bool)
+    flags[arcs] = True
+    return flags
 
 
 def _solve(

@@ -6,17 +6,17 @@ stage only sums matter, and layers of one kind are alike, so a choice is a count
     minimise sum_k sum_r n[k, r] extra[k, r]   subject to   sum_k sum_r n[k, r] saved[k, r] >= deficit
 
 with saved[k, r] = keep[k, none] - keep[k, r]. The *frontier* of a multiset of layers lists its undominated (saved,
-extra) pairs, so one look-up answers every deficit. Above :data:`MOST_POINTS` pairs (many layers no two of which are
-alike) some are dropped: the answer still fits, and may recompute a little more than needed. Of longer runs of such
-layers the frontier lists those pairs alone that take the cheapest bytes first, at most one layer's choice above the
-least (:class:`GreedyFrontier`).
+extra) pairs, so one look-up answers every deficit. Above :data:`MOST_POINTS` pairs some are dropped: the answer still
+fits, and may recompute a little more than needed. Runs of layers no two of which are alike have no short frontier:
+there the cheapest bytes come first (:class:`Pieces`), and of the choices around the last one all are tried.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
 from bisect import bisect_left
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 
@@ -24,8 +24,16 @@ import numpy as np
 from numpy.typing import NDArray
 
 Floats = NDArray[np.float64]
+Integers = NDArray[np.int64]
 
 MOST_POINTS = 2048
+# Of a run of unlike layers so many choices are tried in every combination, half of them on each side of the last one
+# that the cheapest bytes need.
+CORE = 10
+# Runs that are looked at together.
+_AT_ONCE = 256
+# Prices of saved bytes that are told apart where recompute is bounded from below.
+MOST_PRICES = 24
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,25 +95,43 @@ NOTHING = Frontier(np.zeros(1), np.zeros(1), ())
 
 
 @dataclass(frozen=True, slots=True)
-class Relaxation:
-    """The least recompute of many spans if layers could recompute in part: of a window at a time, seconds a byte saved
-    (ascending) and, for each of those, the bytes that every span can save at that price."""
+class Prices:
+    """The least recompute of runs of layers if layers could recompute in part, from below: a byte saved at each of
+    ``prices`` (seconds, ascending) leaves a run its deficit at that price, less the most that its layers gain.
+    ``gains``: [L + 1, P] sums over the layers before each cut, ``saved_bytes``: [L + 1] of the most that they save."""
 
-    windows: tuple[tuple[list[float], list[Floats]], ...]
+    prices: Floats
+    gains: Floats
+    saved_bytes: Floats
 
-    def least_extra_s(self, deficit_bytes: Sequence[Floats]) -> Floats:
-        """Seconds for every span, the least over windows, where ``deficit_bytes`` has one entry a window."""
-        best = np.full(len(deficit_bytes[0]) if deficit_bytes else 0, math.inf)
-        for (ratios, capacities), deficit in zip(self.windows, deficit_bytes, strict=True):
-            rest, extra = np.maximum(deficit, 0.0), np.zeros(len(deficit))
-            for ratio, capacity in zip(ratios, capacities, strict=True):
-                taken = np.minimum(rest, capacity)
-                extra += ratio * taken
-                rest = rest - taken
-            # A hair for the rounding of sums: what is bounded from below must never be above.
-            short = rest > 1e-9 * np.maximum(deficit, 1.0)
-            best = np.minimum(best, np.where(short, math.inf, extra * (1 - 1e-9)))
-        return best
+    def least_extra_s(self, first: Integers, end: Integers, deficit_bytes: Floats) -> Floats:
+        """Seconds for every run; inf where its layers don't save that much."""
+        deficit = np.maximum(deficit_bytes, 0.0)
+        short = self.saved_bytes[end] - self.saved_bytes[first]
+        # A hair for the rounding of sums: what is bounded from below must never be above.
+        paid = deficit[:, None] * (self.prices * (1 - 1e-9)) - (self.gains[end] - self.gains[first])
+        least = np.maximum(0.0, paid.max(axis=1, initial=0.0))
+        return np.where(short < deficit * (1 - 1e-9), math.inf, least)
+
+
+def prices_of(choices: Mapping[int, Sequence[Choice]]) -> tuple[Floats, Floats, Floats]:
+    """The prices at which kinds with such choices (0, 1, ...) begin to save more, [K, P] what a layer of each gains at
+    them, and [K] the most bytes that it saves."""
+    ratios = sorted({ratio for own in choices.values() for _, ratio in hull(own)})
+    prices = np.array(_quantiles(ratios, MOST_PRICES), dtype=float)
+    gains, most = np.zeros((len(choices), len(prices))), np.zeros(len(choices))
+    for kind, own in choices.items():
+        for choice in own:
+            gains[kind] = np.maximum(gains[kind], prices * choice.saved_bytes - choice.extra_s)
+            most[kind] = max(most[kind], choice.saved_bytes)
+    return prices, gains, most
+
+
+def _quantiles(ascending: list[float], most: int) -> list[float]:
+    """At most so many of the values, the greatest among them."""
+    if len(ascending) <= most:
+        return ascending
+    return [ascending[(k + 1) * len(ascending) // most - 1] for k in range(most)]
 
 
 def hull(choices: Sequence[Choice]) -> list[tuple[float, float]]:
@@ -130,49 +156,84 @@ def corners(choices: Sequence[Choice]) -> list[Choice]:
     return found
 
 
-@dataclass(frozen=True)
-class GreedyFrontier(Frontier):
-    """Pairs of many layers, the cheapest bytes first: each is at most one layer's choice dearer than the least.
-    ``taken``: the pieces that the pairs add one after another; a layer's later policy replaces its earlier one."""
-
-    pieces: Pieces | None = None
-    taken: NDArray[np.int64] | None = None
-
-    def counts(self, deficit_bytes: float) -> dict[int, dict[str, int]]:
-        assert self.pieces is not None and self.taken is not None
-        followed: dict[int, tuple[int, str]] = {}
-        for piece in self.taken[: int(np.searchsorted(self.saved_bytes, deficit_bytes))]:
-            layer = int(self.pieces.layers[piece])
-            followed[layer] = self.pieces.kinds[layer], self.pieces.policies[piece]
-        answer: dict[int, dict[str, int]] = {}
-        for kind, policy in followed.values():
-            mine = answer.setdefault(kind, {})
-            mine[policy] = mine.get(policy, 0) + 1
-        return answer
-
-
 @dataclass(frozen=True, slots=True)
 class Pieces:
     """What each layer of a chain can save, corner by corner of its hull, the cheapest bytes first: a piece is of a
-    layer (of one of ``kinds``), saves bytes and costs seconds more than the corner before it, and ends at a policy.
-    Prices of one layer rise, so that its pieces keep their order."""
+    layer, saves bytes and costs seconds more than the corner before it, and ends at a policy. Prices of one layer rise,
+    so that its pieces keep their order. A last piece, of no layer, stands for none. ``places``: [L, Q] each layer's
+    pieces."""
 
-    kinds: tuple[int, ...]
-    layers: NDArray[np.int64]
+    layers: Integers
     saved_bytes: Floats
     extra_s: Floats
     policies: tuple[str, ...]
+    places: Integers
 
-    def span(self, first: int, end: int) -> GreedyFrontier:
-        """The pairs of layers ``first`` to ``end`` - 1."""
-        taken = np.flatnonzero((self.layers >= first) & (self.layers < end))
-        saved, extra = np.zeros(len(taken) + 1), np.zeros(len(taken) + 1)
-        np.cumsum(self.saved_bytes[taken], out=saved[1:])
-        np.cumsum(self.extra_s[taken], out=extra[1:])
-        return GreedyFrontier(saved, extra, (), self, taken)
+    def least_extra_s(self, first: Integers, end: Integers, deficit_bytes: Floats) -> Floats:
+        """For every run of layers the least seconds found that save its deficit, never more than one choice above the
+        least; inf where nothing does."""
+        found = np.zeros(len(first))
+        for some in range(0, len(first), _AT_ONCE):
+            part = slice(some, some + _AT_ONCE)
+            found[part] = self._found(first[part], end[part], deficit_bytes[part])[0]
+        return found
+
+    def policy_of(self, first: int, end: int, deficit_bytes: float) -> dict[int, str]:
+        """The policies of the layers of one run that follow another than the first."""
+        _, order, start, subset = self._found(np.array([first]), np.array([end]), np.array([deficit_bytes]))
+        core = [order[0, start[0] + bit] for bit in range(CORE) if subset[0] >> bit & 1]
+        taken = [*order[0, : start[0]], *core]
+        return {int(self.layers[at]): self.policies[at] for at in taken if self.layers[at] >= 0}
+
+    def _found(
+        self, first: Integers, end: Integers, deficit_bytes: Floats
+    ) -> tuple[Floats, Integers, Integers, Integers]:
+        """For every run the least seconds; its pieces, the cheapest bytes first; how many of those are taken in any
+        case; and which of the next ones, as bits."""
+        layer = first[:, None] + np.arange(int((end - first).max(initial=0)))
+        places = self.places[np.minimum(layer, len(self.places) - 1)]
+        places[layer >= end[:, None]] = len(self.policies)
+        order = np.sort(places.reshape(len(first), -1), axis=1)
+        order = np.concatenate((order, np.full((len(first), 2 * CORE), len(self.policies))), axis=1)
+        saved, extra = _before(self.saved_bytes[order]), _before(self.extra_s[order])
+        last = np.minimum((saved[:, 1:] < deficit_bytes[:, None]).sum(axis=1), order.shape[1] - CORE)
+        start = np.maximum(0, last - CORE // 2)
+        core = np.take_along_axis(order, start[:, None] + np.arange(CORE), axis=1)
+        rows = np.arange(len(first))
+        enough = _sums(saved[rows, start], self.saved_bytes[core]) >= deficit_bytes[:, None]
+        cost = np.where(enough, _sums(extra[rows, start], self.extra_s[core]), math.inf)
+        for one, other in itertools.combinations(range(CORE), 2):
+            # A layer's later piece comes with its earlier one.
+            both = np.flatnonzero(
+                (self.layers[core[:, one]] == self.layers[core[:, other]]) & (core[:, one] < len(self.policies))
+            )
+            if len(both):
+                cost[np.ix_(both, _WITHOUT[one, other])] = math.inf
+        subset = cost.argmin(axis=1)
+        return cost[rows, subset], order, start, subset
 
 
-def pieces_of(kinds: Sequence[int], choices: dict[int, tuple[Choice, ...]]) -> Pieces:
+def _before(values: Floats) -> Floats:
+    """Sums of what comes before each column, and last of all."""
+    return np.concatenate((np.zeros((len(values), 1)), np.cumsum(values, axis=1)), axis=1)
+
+
+def _sums(base: Floats, values: Floats) -> Floats:
+    """[n, 2^CORE] ``base`` with every subset of the columns of ``values``: subset m has those at the bits of m."""
+    sums = base[:, None]
+    for column in values.T:
+        sums = np.concatenate((sums, sums + column[:, None]), axis=1)
+    return sums
+
+
+# Subsets that hold the second of two positions and not the first.
+_WITHOUT = {
+    (one, other): np.array([m for m in range(2**CORE) if m >> other & 1 and not m >> one & 1])
+    for one, other in itertools.combinations(range(CORE), 2)
+}
+
+
+def pieces_of(kinds: Sequence[int], choices: Mapping[int, Sequence[Choice]]) -> Pieces:
     """The pieces of layers of these kinds, one after the other."""
     of_kind: dict[int, list[tuple[float, float, str]]] = {}
     for kind in dict.fromkeys(kinds):
@@ -181,18 +242,23 @@ def pieces_of(kinds: Sequence[int], choices: dict[int, tuple[Choice, ...]]) -> P
         for choice in corners(choices[kind]):
             of_kind[kind].append((choice.saved_bytes - saved, choice.extra_s - extra, choice.policy))
             saved, extra = choice.saved_bytes, choice.extra_s
-    all_pieces = [(layer, *piece) for layer, kind in enumerate(kinds) for piece in of_kind[kind]]
-    all_pieces.sort(key=lambda piece: piece[2] / piece[1])
+    pieces = [(layer, *piece) for layer, kind in enumerate(kinds) for piece in of_kind[kind]]
+    pieces.sort(key=lambda piece: piece[2] / piece[1])
+    places = np.full((len(kinds), max(map(len, of_kind.values()), default=0)), len(pieces))
+    used = np.zeros(len(kinds), dtype=np.int64)
+    for at, (layer, *_) in enumerate(pieces):
+        places[layer, used[layer]] = at
+        used[layer] += 1
     return Pieces(
-        tuple(kinds),
-        np.array([layer for layer, *_ in all_pieces], dtype=np.int64),
-        np.array([more for _, more, _, _ in all_pieces], dtype=np.float64),
-        np.array([cost for _, _, cost, _ in all_pieces], dtype=np.float64),
-        tuple(policy for *_, policy in all_pieces),
+        np.array([*(layer for layer, *_ in pieces), -1], dtype=np.int64),
+        np.array([*(more for _, more, _, _ in pieces), 0.0]),
+        np.array([*(cost for _, _, cost, _ in pieces), 0.0]),
+        tuple(policy for *_, policy in pieces),
+        places,
     )
 
 
-def frontier(counts: tuple[tuple[int, int], ...], choices: dict[int, tuple[Choice, ...]]) -> Frontier:
+def frontier(counts: tuple[tuple[int, int], ...], choices: Mapping[int, tuple[Choice, ...]]) -> Frontier:
     """The frontier of a stage that holds ``counts``: pairs (kind, number of layers)."""
     answer = NOTHING
     for kind, number in counts:

@@ -30,8 +30,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from autoplan.plan import Strategy
+from autoplan.search.arcs import StageArcs
 from autoplan.search.milp import Solution
-from autoplan.search.tables import Tables
 
 Floats = NDArray[np.float64]
 Integers = NDArray[np.int64]
@@ -76,15 +76,15 @@ def simulated_bound_s(
     return np.maximum(micro_batches * longest_s, period_s + sends_s + above)
 
 
-def with_simulated_bound(tables: Tables, solution: Solution | None, left_out_s: float) -> Solution | None:
+def with_simulated_bound(arcs: StageArcs, solution: Solution | None, left_out_s: float) -> Solution | None:
     """``solution`` with the bound of every split of its strategy: of those in the table from the least sum and the
     least longest period that any has, recompute included; ``left_out_s`` is that of the others."""
     if solution is None or solution.bound is None:
         if math.isinf(left_out_s):
             return solution
         return Solution(split=None, lower_bound_s=math.inf, proven_by="bound", simulated_bound_s=left_out_s)
-    strategy, bound = tables.strategy, solution.bound
-    sends = tables.sends.max(axis=1).tolist()
+    strategy, bound = arcs.tables.strategy, solution.bound
+    sends = arcs.most_sends_s
     period = bound.sum_s - sum(sends)
     longest = bound.bottleneck_s - (max(sends) if strategy.schedule != "gpipe" else 0.0)
     found = simulated_bound_s(
@@ -94,7 +94,7 @@ def with_simulated_bound(tables: Tables, solution: Solution | None, left_out_s: 
         period_s=np.array([max(0.0, period)]),
         longest_s=np.array([max(0.0, longest)]),
         sends_s=np.zeros(1),
-        lesser_share=np.array([0.5 if strategy.zero_stage > 1 else tables.chain.lesser_share]),
+        lesser_share=np.array([0.5 if strategy.zero_stage > 1 else arcs.tables.chain.lesser_share]),
     )
     return dataclasses.replace(solution, simulated_bound_s=min(float(found[0]), left_out_s))
 

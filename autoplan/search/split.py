@@ -43,66 +43,6 @@ class StageTable(NamedTuple):
     tail_s: Floats
 
 
-@dataclass(frozen=True, kw_only=True)
-class SplitProblem:
-    """``layers`` layers in order on ``stages`` stages.
-
-    ``first``/``end``: [n] spans of layers that may be a stage, ordered by end and then start. ``period_s``, ``cost_s``
-    and ``tail_s``: [S, n] what a span costs on each stage, periods and costs ``inf`` where there is no such arc.
-    ``exact``: [S, n] arcs whose period and cost are what they are; of the others they are no more than that.
-    ``refine(arcs)`` gives a problem in which those of [S, n] ``arcs`` are exact too.
-    """
-
-    layers: int
-    stages: int
-    micro_batches: int
-    first: Integers
-    end: Integers
-    period_s: Floats
-    cost_s: Floats
-    tail_s: Floats
-    exact: Flags | None = None
-    refine: Callable[[Flags], SplitProblem] | None = None
-
-    @cached_property
-    def by_end(self) -> Groups:
-        return Groups.of(self.end)
-
-    @cached_property
-    def starting(self) -> Integers:
-        """Spans in the order of their starts."""
-        return np.argsort(self.first, kind="stable")
-
-    @cached_property
-    def by_first(self) -> Groups:
-        return Groups.of(self.first[self.starting])
-
-    def column(self, first: int, end: int) -> int:
-        """Which span has these ends; raises :class:`ValueError` where none has."""
-        low, high = np.searchsorted(self.end, (end, end + 1))
-        at = int(low + np.searchsorted(self.first[low:high], first))
-        if at == high or self.first[at] != first:
-            raise ValueError(f"layers {first} to {end - 1} are no span of the problem")
-        return at
-
-
-def dense_problem(*, layers: int, stages: int, micro_batches: int, table: Callable[[int], StageTable]) -> SplitProblem:
-    """The problem whose stage s has the arcs of ``table(s)``."""
-    tables = [table(s) for s in range(stages)]
-    end, first = np.nonzero(np.any([np.isfinite(t.period_s) for t in tables], axis=0).T)
-    period, cost, tail = (np.stack([t[k][first, end] for t in tables]) for k in range(3))
-    return SplitProblem(
-        layers=layers,
-        stages=stages,
-        micro_batches=micro_batches,
-        first=first,
-        end=end,
-        period_s=period,
-        cost_s=np.where(np.isfinite(period), cost, math.inf),
-        tail_s=tail,
-    )
-
-
 class Groups(NamedTuple):
     """Runs of equal values in an ascending array: where each starts, and its value."""
 
@@ -124,6 +64,93 @@ class Groups(NamedTuple):
         return answer
 
 
+@dataclass(frozen=True, kw_only=True)
+class Places:
+    """The arcs of ``stages`` stages over ``layers`` layers, [A] ordered by ``stage``, ``end`` and ``first``."""
+
+    layers: int
+    stages: int
+    stage: Integers
+    first: Integers
+    end: Integers
+
+    def __len__(self) -> int:
+        return len(self.stage)
+
+    @cached_property
+    def limits(self) -> list[int]:
+        """Where each stage's arcs start, and the number of arcs."""
+        return [int(at) for at in np.searchsorted(self.stage, np.arange(self.stages + 1))]
+
+    @cached_property
+    def of_stage(self) -> list[slice]:
+        """Each stage's arcs."""
+        return [slice(low, high) for low, high in itertools.pairwise(self.limits)]
+
+    @cached_property
+    def by_end(self) -> list[Groups]:
+        """Each stage's arcs by where they end."""
+        return [Groups.of(self.end[mine]) for mine in self.of_stage]
+
+    @cached_property
+    def by_first(self) -> list[tuple[Integers, Groups]]:
+        """Each stage's arcs in the order of their starts, and grouped by them."""
+        found = []
+        for mine in self.of_stage:
+            order = np.argsort(self.first[mine], kind="stable")
+            found.append((order, Groups.of(self.first[mine][order])))
+        return found
+
+    def arriving(self, stage: int, end: int) -> slice:
+        """The arcs of a stage that end at a cut."""
+        low, high = self.limits[stage], self.limits[stage + 1]
+        at = np.searchsorted(self.end[low:high], (end, end + 1))
+        return slice(low + int(at[0]), low + int(at[1]))
+
+    def arc(self, stage: int, first: int, end: int) -> int:
+        """Which arc that is; raises :class:`ValueError` where there is none."""
+        among = self.arriving(stage, end)
+        at = among.start + int(np.searchsorted(self.first[among], first))
+        if at == among.stop or self.first[at] != first:
+            raise ValueError(f"layers {first} to {end - 1} on stage {stage} are no arc of the problem")
+        return at
+
+
+@dataclass(frozen=True, kw_only=True)
+class SplitProblem:
+    """What every arc of ``places`` costs, [A]: ``period_s`` and ``cost_s``, ``inf`` where it is none after all, and
+    ``tail_s``.
+
+    ``exact``: [A] arcs whose period and cost are what they are; of the others they are no more than that.
+    ``refine(arcs)`` gives a problem in which those of [A] ``arcs`` are exact too.
+    """
+
+    places: Places
+    micro_batches: int
+    period_s: Floats
+    cost_s: Floats
+    tail_s: Floats
+    exact: Flags | None = None
+    refine: Callable[[Flags], SplitProblem] | None = None
+
+    @property
+    def layers(self) -> int:
+        return self.places.layers
+
+    @property
+    def stages(self) -> int:
+        return self.places.stages
+
+
+def dense_problem(*, layers: int, stages: int, micro_batches: int, table: Callable[[int], StageTable]) -> SplitProblem:
+    """The problem whose stage s has the arcs of ``table(s)``."""
+    tables = [table(s) for s in range(stages)]
+    stage, end, first = np.nonzero([np.isfinite(t.period_s).T for t in tables])
+    period, cost, tail = (np.stack([t[k] for t in tables])[stage, first, end] for k in range(3))
+    places = Places(layers=layers, stages=stages, stage=stage, first=first, end=end)
+    return SplitProblem(places=places, micro_batches=micro_batches, period_s=period, cost_s=cost, tail_s=tail)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Split:
     """``cuts``: first layer of each stage and, last, the number of layers. ``value_s`` is the objective, exactly.
@@ -137,26 +164,13 @@ class Split:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Arcs:
-    """The arcs that a path no worse than some bound can use, ordered by stage, end and start; ``span`` is the column of
-    each in its problem."""
+class Arcs(Places):
+    """The arcs that a path no worse than some bound can use; ``at``: which each is in its problem."""
 
-    stages: int
-    stage: Integers
-    span: Integers
-    first: Integers
-    end: Integers
+    at: Integers
     period_s: Floats
     cost_s: Floats
     tail_s: Floats
-
-    def __len__(self) -> int:
-        return len(self.stage)
-
-    @cached_property
-    def limits(self) -> list[int]:
-        """Where each stage's arcs start, and the number of arcs."""
-        return [int(at) for at in np.searchsorted(self.stage, np.arange(self.stages + 1))]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -173,27 +187,33 @@ class Bounds:
 
 
 def evaluate(problem: SplitProblem, cuts: tuple[int, ...]) -> Split:
-    """The objective of a split given by its cuts; inf where one of its stages is no arc."""
-    columns = [problem.column(i, j) for i, j in itertools.pairwise(cuts)]
-    stages = np.arange(problem.stages)
-    period, tail = float(problem.period_s[stages, columns].max()), float(problem.tail_s[stages, columns].max())
+    """The objective of a split given by its cuts; inf where one of its stages is no arc after all, and
+    :class:`ValueError` where it is not in the problem."""
+    arcs = path_of(problem, cuts)
+    period, tail = float(problem.period_s[arcs].max()), float(problem.tail_s[arcs].max())
     if not math.isfinite(period):
         return Split(cuts=cuts, value_s=math.inf, bottleneck_s=math.inf, tail_s=tail)
-    value = (problem.micro_batches - 1) * period + math.fsum(problem.cost_s[stages, columns]) + tail
+    value = (problem.micro_batches - 1) * period + math.fsum(problem.cost_s[arcs]) + tail
     return Split(cuts=cuts, value_s=value, bottleneck_s=period, tail_s=tail)
+
+
+def path_of(problem: SplitProblem, cuts: tuple[int, ...]) -> list[int]:
+    """The arcs of a split."""
+    return [problem.places.arc(stage, *span) for stage, span in enumerate(itertools.pairwise(cuts))]
 
 
 def bounds(problem: SplitProblem) -> Bounds | None:
     """Exact min-max period, least sum and min-max tail, each by itself; None where no split fits."""
-    start = np.full(problem.layers + 1, math.inf)
+    places, size = problem.places, problem.layers + 1
+    start = np.full(size, math.inf)
     start[0] = 0.0
     period, total, tail = start, start, start
-    first, least, size = problem.first, problem.by_end.least, problem.layers + 1
     tails = np.where(np.isfinite(problem.period_s), problem.tail_s, math.inf)
-    for s in range(problem.stages):
-        period = least(np.maximum(period[first], problem.period_s[s]), size)
-        total = least(total[first] + problem.cost_s[s], size)
-        tail = least(np.maximum(tail[first], tails[s]), size)
+    for mine, groups in zip(places.of_stage, places.by_end, strict=True):
+        first = places.first[mine]
+        period = groups.least(np.maximum(period[first], problem.period_s[mine]), size)
+        total = groups.least(total[first] + problem.cost_s[mine], size)
+        tail = groups.least(np.maximum(tail[first], tails[mine]), size)
     if not math.isfinite(period[-1]):
         return None
     return Bounds(bottleneck_s=float(period[-1]), sum_s=float(total[-1]), tail_s=float(tail[-1]))
@@ -209,24 +229,30 @@ def least_sum(problem: SplitProblem, *, period_at_most_s: float) -> Split | None
 def least_path(problem: SplitProblem, *, period_at_most_s: float) -> tuple[int, ...] | None:
     """The cuts of :func:`least_sum`; of equals those with the earliest starts, from the last stage back."""
     cost = np.where(problem.period_s <= period_at_most_s, problem.cost_s, math.inf)
-    totals = _totals(problem, cost)
+    path = _path(problem.places, cost)
+    return None if path is None else (*(int(i) for i in problem.places.first[path]), problem.layers)
+
+
+def _path(places: Places, cost_s: Floats) -> Integers | None:
+    """The arcs of least sum, a stage each; None where none is finite."""
+    totals = _totals(places, cost_s)
     if not math.isfinite(totals[-1][-1]):
         return None
-    cuts = [problem.layers]
-    for s in reversed(range(problem.stages)):
-        low, high = np.searchsorted(problem.end, (cuts[-1], cuts[-1] + 1))
-        at = low + int(np.argmin(totals[s][problem.first[low:high]] + cost[s, low:high]))
-        cuts.append(int(problem.first[at]))
-    return tuple(reversed(cuts))
+    chosen, at = [], places.layers
+    for s in reversed(range(places.stages)):
+        among = places.arriving(s, at)
+        chosen.append(among.start + int(np.argmin(totals[s][places.first[among]] + cost_s[among])))
+        at = int(places.first[chosen[-1]])
+    return np.array(chosen[::-1])
 
 
-def _totals(problem: SplitProblem, cost_s: Floats) -> list[Floats]:
+def _totals(places: Places, cost_s: Floats) -> list[Floats]:
     """For s from 0 to S, [L + 1] least cost of s stages that hold the layers before each cut."""
-    start = np.full(problem.layers + 1, math.inf)
+    start = np.full(places.layers + 1, math.inf)
     start[0] = 0.0
     totals = [start]
-    for s in range(problem.stages):
-        totals.append(problem.by_end.least(totals[-1][problem.first] + cost_s[s], problem.layers + 1))
+    for mine, groups in zip(places.of_stage, places.by_end, strict=True):
+        totals.append(groups.least(totals[-1][places.first[mine]] + cost_s[mine], places.layers + 1))
     return totals
 
 
@@ -235,30 +261,31 @@ def useful_arcs(problem: SplitProblem, bound: Bounds, *, value_at_most_s: float)
 
     Lower bound of an arc: (M - 1) * max(B*, T) + least sum of a path through it + max(Y*, Y).
     """
-    steps = problem.micro_batches - 1
-    before = np.stack(_totals(problem, problem.cost_s)[:-1])
+    places, steps = problem.places, problem.micro_batches - 1
+    before = np.stack(_totals(places, problem.cost_s)[:-1])
     after = np.full((problem.stages, problem.layers + 1), math.inf)
     after[-1, -1] = 0.0
-    starting, by_first = problem.starting, problem.by_first
     for s in range(problem.stages - 1, 0, -1):
-        through = (problem.cost_s[s] + after[s][problem.end])[starting]
-        after[s - 1] = by_first.least(through, problem.layers + 1)
+        mine, (order, groups) = places.of_stage[s], places.by_first[s]
+        through = (problem.cost_s[mine] + after[s][places.end[mine]])[order]
+        after[s - 1] = groups.least(through, problem.layers + 1)
     # A hair above the bound, so that rounding never drops the path that gave the bound.
     limit = value_at_most_s * (1 + 1e-12)
-    lower = before[:, problem.first] + problem.cost_s + after[:, problem.end]
+    lower = before[places.stage, places.first] + problem.cost_s + after[places.stage, places.end]
     lower += np.maximum(problem.tail_s, bound.tail_s)
     if steps:
         lower += steps * np.maximum(problem.period_s, bound.bottleneck_s)
-    stage, span = np.nonzero(lower <= limit) if math.isfinite(limit) else np.nonzero(np.isfinite(lower))
+    at = np.nonzero(lower <= limit if math.isfinite(limit) else np.isfinite(lower))[0]
     return Arcs(
+        layers=problem.layers,
         stages=problem.stages,
-        stage=stage,
-        span=span,
-        first=problem.first[span],
-        end=problem.end[span],
-        period_s=problem.period_s[stage, span],
-        cost_s=problem.cost_s[stage, span],
-        tail_s=problem.tail_s[stage, span],
+        at=at,
+        stage=places.stage[at],
+        first=places.first[at],
+        end=places.end[at],
+        period_s=problem.period_s[at],
+        cost_s=problem.cost_s[at],
+        tail_s=problem.tail_s[at],
     )
 
 
@@ -286,7 +313,7 @@ def _shortest_below(
     steps = problem.micro_batches - 1
     period_limit, least = math.inf, (math.inf, math.inf)
     candidate: Split | None = None
-    while (found := _least_path(problem, arcs, period_limit, tail_limit)) is not None:
+    while (found := _least_path(arcs, period_limit, tail_limit)) is not None:
         chosen, total = found
         period, tail = float(arcs.period_s[chosen].max()), float(arcs.tail_s[chosen].max())
         least = min(least, (steps * period + total, tail))
@@ -301,26 +328,13 @@ def _shortest_below(
     return None if candidate is None else (*least, candidate)
 
 
-def _least_path(
-    problem: SplitProblem, arcs: Arcs, period_below_s: float, tail_below_s: float
-) -> tuple[Integers, float] | None:
+def _least_path(arcs: Arcs, period_below_s: float, tail_below_s: float) -> tuple[Integers, float] | None:
     """Arc indices of the path of least sum with periods and tails strictly below the limits, and that sum."""
-    allowed = np.nonzero((arcs.period_s < period_below_s) & (arcs.tail_s < tail_below_s))[0]
-    first, end, cost = arcs.first[allowed], arcs.end[allowed], arcs.cost_s[allowed]
-    limits = np.searchsorted(allowed, arcs.limits)
-    total = np.full((problem.stages + 1, problem.layers + 1), math.inf)
-    total[0, 0] = 0.0
-    for s in range(problem.stages):
-        mine = slice(limits[s], limits[s + 1])
-        if mine.start == mine.stop:
-            return None
-        total[s + 1] = Groups.of(end[mine]).least(total[s, first[mine]] + cost[mine], problem.layers + 1)
-    if not math.isfinite(total[-1, -1]):
+    allowed = (arcs.period_s < period_below_s) & (arcs.tail_s < tail_below_s)
+    chosen = _path(arcs, np.where(allowed, arcs.cost_s, math.inf))
+    if chosen is None:
         return None
-    chosen, at = [], problem.layers
-    for s in reversed(range(problem.stages)):
-        low, high = limits[s] + np.searchsorted(end[limits[s] : limits[s + 1]], (at, at + 1))
-        pick = low + int(np.argmin(total[s, first[low:high]] + cost[low:high]))
-        chosen.append(int(allowed[pick]))
-        at = int(first[pick])
-    return np.array(chosen[::-1]), float(total[-1, -1])
+    total = 0.0
+    for cost in arcs.cost_s[chosen]:  # in the order in which the dynamic program adds
+        total += float(cost)
+    return chosen, total

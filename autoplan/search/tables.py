@@ -17,6 +17,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -33,23 +34,14 @@ from autoplan.cost_models.recipes import Recipe
 from autoplan.plan import Strategy
 from autoplan.search.chain import Chain
 from autoplan.search.pricing import StateCosts
-from autoplan.search.split import SplitProblem, StageTable
+from autoplan.search.savings import Needs
 from autoplan.search.timing import StageTimes
 
 Floats = NDArray[np.float64]
 Integers = NDArray[np.int64]
-Flags = NDArray[np.bool_]
 
 # Kept free of what the device has, against the rounding of sums.
 MARGIN = 1e-6
-
-
-def runs(values: Integers) -> list[Integers]:
-    """Positions of each distinct value, a value at a time."""
-    if not len(values):
-        return []
-    order = np.argsort(values, kind="stable")
-    return np.split(order, np.nonzero(np.diff(values[order]))[0] + 1)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,76 +59,10 @@ class Tables:
     only: tuple[tuple[int, int], ...] | None = None
     _by_boundary: dict[int, Floats] = field(default_factory=dict, init=False)
 
-    def problem(self) -> SplitProblem:
-        """The split problem of this strategy, its recompute optimistic until asked for."""
-        extra = self._optimistic
-        return self._problem(extra, (extra == 0) | np.isinf(extra))
-
-    def _problem(self, extra: Floats, exact: Flags) -> SplitProblem:
-        """The split problem where [S, R] rows recompute for ``extra`` seconds, at least or ``exact``-ly."""
-        period = np.take(self.base_period + extra, self._alike[2], axis=1)
-        period[self._illegal] = math.inf
-        cost = period + self.sends
-
-        def refine(arcs: Flags) -> SplitProblem:
-            asked = np.zeros(exact.shape, dtype=bool)
-            stage, span = np.nonzero(arcs)
-            asked[stage, self._alike[2][span]] = True
-            stage, row = np.nonzero(asked & ~exact)
-            better = extra.copy()
-            better[stage, row] = self._least_extra(row, self._flights[stage])
-            return self._problem(better, exact | asked)
-
-        first, end = self.spans
-        return SplitProblem(
-            layers=self.chain.layers,
-            stages=self.strategy.pipeline,
-            micro_batches=self.strategy.micro_batches,
-            first=first,
-            end=end,
-            period_s=period if self.strategy.schedule == "gpipe" else cost,
-            cost_s=cost,
-            tail_s=np.broadcast_to(self.tail[self._alike[2]], cost.shape),
-            exact=np.take(exact, self._alike[2], axis=1),
-            refine=refine,
-        )
-
-    def table(self, stage: int) -> StageTable:
-        """All arcs of ``stage``, exactly."""
-        problem = self.problem()
-        asked = np.zeros(problem.period_s.shape, dtype=bool)
-        asked[stage] = True
-        assert problem.refine is not None
-        problem = problem.refine(asked)
-        kept = np.isfinite(problem.period_s[stage])
-        where = problem.first[kept], problem.end[kept]
-        columns = (problem.period_s[stage], problem.cost_s[stage], problem.tail_s[stage])
-        return StageTable(*(self._dense(where, values[kept]) for values in columns))
-
     @cached_property
     def _flights(self) -> Integers:
         """[S] micro-batches that each stage holds."""
         return np.array([self.in_flight(stage) for stage in range(self.strategy.pipeline)])
-
-    @cached_property
-    def sends(self) -> Floats:
-        """[S, n] seconds a micro-batch that every span receives and sends on each stage."""
-        first, end = self.spans
-        if self.chain.crossing is not None:
-            return np.stack([self.sends_around(stage) for stage in range(self.strategy.pipeline)])
-        nothing = np.zeros(self.chain.layers + 1)
-        boundaries = [self.send_s(boundary) for boundary in range(self.strategy.pipeline - 1)]
-        across = np.stack([nothing, *boundaries, nothing])
-        return across[:-1, first] + across[1:, end]
-
-    @cached_property
-    def _illegal(self) -> Flags:
-        """[S, n] arcs that are none: the first stage starts with the first layer, the last ends with the last, and no
-        other touches them."""
-        first, end = self.spans
-        stage = np.arange(self.strategy.pipeline)[:, None]
-        ends = (end == self.chain.layers) == (stage == self.strategy.pipeline - 1)
-        return ~(((first == 0) == (stage == 0)) & ends)
 
     @cached_property
     def _alike(self) -> tuple[Integers, Integers, Integers]:
@@ -149,6 +75,11 @@ class Tables:
     def rows(self) -> tuple[Integers, Integers]:
         """(first, end) of the spans that are priced: one of each that are alike."""
         return self._alike[:2]
+
+    @property
+    def row_of_span(self) -> Integers:
+        """Which row each span is priced as."""
+        return self._alike[2]
 
     def of_split(self, cuts: tuple[int, ...]) -> Tables:
         """The same strategy with no spans but those of one split, stage by stage."""
@@ -196,29 +127,13 @@ class Tables:
         )
 
     def _policies(self, stage: int, first: int, end: int, row: int, least_s: float) -> tuple[str, ...]:
-        chain = self.chain
-        answer = [chain.policies[0]] * int(end - first)
         if least_s == 0.0 or not math.isfinite(least_s):
-            return tuple(answer)
-        counts = self._choice(int(first), int(end), float(self._moment_bytes[0][row]), self.in_flight(stage), least_s)
-        for offset in range(len(answer)):
-            mine = counts.get(int(chain.kinds[first + offset]), {})
-            policy = next((p for p in chain.policies[1:] if mine.get(p)), None)
-            if policy:
-                mine[policy] -= 1
-                answer[offset] = policy
-        return tuple(answer)
-
-    def _choice(self, first: int, end: int, room: float, in_flight: int, extra_s: float) -> dict[int, dict[str, int]]:
-        """For a span how many layers of each kind follow each policy to recompute for ``extra_s``."""
-        key = self.chain.key(first, end)
-        saved = float(self.chain.saved[end] - self.chain.saved[first]) + self.held_bytes(first, end)
-        for window in self.chain.windows:
-            deficit = saved - (room - window) / in_flight
-            found = self.chain.frontier(key, window)
-            if found.least_extra_s(deficit) == extra_s:
-                return found.counts(deficit)
-        raise ValueError(f"no choice of recompute takes {extra_s} s")
+            return (self.chain.policies[0],) * int(end - first)
+        span = dataclasses.replace(self, only=((int(first), int(end)),))
+        room = np.array([self._moment_bytes[0][row]])
+        return self.chain.savings.policies(
+            Needs(*span.spans, held=np.array([self.in_flight(stage)]), saved_bytes=span._saved, room_bytes=room)
+        )
 
     def tied_apart_s(self, first: int, end: int) -> float:
         """Seconds to sum the gradients of tied parameters of which a span holds some and another stage the rest."""
@@ -344,16 +259,8 @@ class Tables:
     @cached_property
     def _optimistic(self) -> Floats:
         """[S, R] no more recompute seconds than fit: layers may recompute in part."""
-        room, step = self._moment_bytes
-        flights = self._flights[:, None]
-        fits = flights * self._saved + self._opened <= room
-        extra = np.where(fits, step, math.inf)
-        stage, row = np.nonzero(~fits & np.isfinite(step))
-        if len(row) and self.chain.windows:
-            saving = self.chain.relaxed(*(ends[row] for ends in self.rows))
-            left = [self._saved[row] - (room[row] - w) / self._flights[stage] for w in self.chain.windows]
-            extra[stage, row] = saving.least_extra_s(left)
-        return extra
+        stage, row = np.indices((self.strategy.pipeline, len(self.rows[0]))).reshape(2, -1)
+        return self.optimistic(stage, row).reshape(self.strategy.pipeline, -1)
 
     @property
     def least_whole_s(self) -> float:
@@ -361,20 +268,28 @@ class Tables:
         period = float(self.base_period[0] + self._optimistic[0, 0])
         return self.strategy.micro_batches * period + float(self.tail[0])
 
+    def optimistic(self, stage: Integers, rows: Integers) -> Floats:
+        """No more recompute seconds than fit for rows on stages: layers may recompute in part."""
+        return self._recompute(rows, self._flights[stage], self.chain.savings.least_in_part_s)
+
+    def exact(self, stage: Integers, rows: Integers) -> Floats:
+        """The least recompute seconds that fit for rows on stages; inf where nothing does."""
+        return self._least_extra(rows, self._flights[stage])
+
     def _least_extra(self, rows: Integers, in_flight: Integers) -> Floats:
         """The least recompute seconds of ``rows`` with as many micro-batches in flight."""
-        first, end = self.rows[0][rows], self.rows[1][rows]
-        chain = self.chain
-        room, step = (values[rows] for values in self._moment_bytes)
-        saved = self._saved[rows]
-        extra = np.where(in_flight * saved + self._opened[rows] <= room, step, math.inf)
-        short = np.nonzero(~np.isfinite(extra) & np.isfinite(step))[0]
-        for of_row in runs(rows[short]):
-            some = short[of_row]
-            key = chain.key(int(first[some[0]]), int(end[some[0]]))
-            for window in chain.windows:
-                deficit = saved[some] - (room[some] - window) / in_flight[some]
-                extra[some] = np.minimum(extra[some], chain.frontier(key, window).least_extras_s(deficit))
+        return self._recompute(rows, in_flight, self.chain.savings.least_extra_s)
+
+    def _recompute(self, rows: Integers, in_flight: Integers, least_s: Callable[[Needs], Floats]) -> Floats:
+        """Nothing where all fits, ``least_s`` where the step does."""
+        room, step = self._moment_bytes
+        fits = in_flight * self._saved[rows] + self._opened[rows] <= room[rows]
+        extra = np.where(fits, step[rows], math.inf)
+        short = np.nonzero(~fits & np.isfinite(step[rows]))[0]
+        if len(short):
+            some = rows[short]
+            first, end = self.rows[0][some], self.rows[1][some]
+            extra[short] = least_s(Needs(first, end, in_flight[short], self._saved[some], room[some]))
         return extra
 
     def _dense(self, where: tuple[Integers, Integers], values: Floats) -> Floats:
@@ -454,9 +369,8 @@ class Tables:
             return ()
         return tuple(float(self._sent_s(s, first[s : s + 1], end[s : s + 1])[0]) for s in range(len(first) - 1))
 
-    def sends_around(self, stage: int) -> Floats:
-        """Seconds a micro-batch that every span receives and sends on ``stage``."""
-        first, end = self.spans
+    def sends_around(self, stage: int, first: Integers, end: Integers) -> Floats:
+        """Seconds a micro-batch that spans receive and send on ``stage``."""
         around = np.zeros(len(first))
         if stage > 0:
             around = around + self._receive_s(stage, first, end)

@@ -5,11 +5,12 @@ from __future__ import annotations
 import itertools
 import math
 
+import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from autoplan.search.chain import Chain
-from autoplan.search.recompute import Choice, Frontier, frontier, pieces_of
+from autoplan.search.recompute import Choice, Prices, frontier, pieces_of, prices_of
+from autoplan.search.savings import Needs
 from autoplan.search.space import open_space
 from tests.support.layer_graphs import Dense, cluster, problem
 
@@ -60,29 +61,61 @@ def test_the_cheapest_bytes_first_are_one_choice_above_the_least(
     layers: list[tuple[Choice, ...]], deficit: float
 ) -> None:
     by_kind = dict(enumerate(layers))
-    found, least_s = pieces_of(range(len(layers)), by_kind).span(0, len(layers)), brute_force(layers, deficit)
-    extra_s = found.least_extra_s(deficit)
+    pieces, least_s = pieces_of(range(len(layers)), by_kind), brute_force(layers, deficit)
+    extra_s = float(pieces.least_extra_s(np.array([0]), np.array([len(layers)]), np.array([deficit]))[0])
     dearest_s = max((choice.extra_s for own in layers for choice in own), default=0.0)
     assert extra_s == least_s == math.inf or least_s - 1e-9 <= extra_s <= least_s + dearest_s + 1e-9
     if extra_s < math.inf:
         picked = [
             choice
-            for kind, policies in found.counts(deficit).items()
-            for choice in by_kind[kind]
-            if choice.policy in policies
+            for layer, policy in pieces.policy_of(0, len(layers), deficit).items()
+            for choice in by_kind[layer]
+            if choice.policy == policy
         ]
         assert sum(choice.saved_bytes for choice in picked) >= deficit - 1e-9
         assert abs(sum(choice.extra_s for choice in picked) - extra_s) <= 1e-9
 
 
-def test_spans_longer_than_the_stack_is_deep() -> None:
-    """600 layers of 20 kinds: too many kinds to group, and twice as many calls as Python nests."""
-    layers = [Dense(saved=float((8 + i % 20) * 2**20)) for i in range(600)]
+@settings(max_examples=100, deadline=None)
+@given(st.lists(choices, min_size=1, max_size=6), st.lists(st.floats(-5, 100), min_size=1, max_size=4))
+def test_recompute_in_part_is_never_above_the_least(layers: list[tuple[Choice, ...]], deficits: list[float]) -> None:
+    prices, gains, most = prices_of(dict(enumerate(layers)))
+    sums = Prices(prices, np.vstack([0 * gains[:1], gains.cumsum(axis=0)]), np.concatenate(([0.0], most.cumsum())))
+    ends = np.full(len(deficits), len(layers))
+    for bound_s, deficit in zip(sums.least_extra_s(0 * ends, ends, np.array(deficits)), deficits, strict=True):
+        least_s = brute_force(layers, deficit)
+        assert bound_s <= least_s
+        assert bound_s == least_s or deficit > 0
+
+
+def test_of_unlike_layers_nearly_the_least_recompute_is_found() -> None:
+    """Runs of 12 layers that differ by 10%: within 2% of the least, and at once for many runs."""
+    random = np.random.default_rng(5)
+    save, cost = random.uniform(0.9, 1.1, (2, 40))
+    by_kind = {
+        layer: (Choice("selective", 0.3 * save[layer], 0.02 * cost[layer]), Choice("full", save[layer], cost[layer]))
+        for layer in range(40)
+    }
+    pieces = pieces_of(range(40), by_kind)
+    first = random.integers(0, 28, 60)
+    deficit = random.uniform(0, 11, 60)
+    found = pieces.least_extra_s(first, first + 12, deficit)
+    for start, short, extra_s in zip(first.tolist(), deficit.tolist(), found.tolist(), strict=True):
+        exact = frontier(tuple((layer, 1) for layer in range(start, start + 12)), by_kind).least_extra_s(short)
+        assert extra_s <= exact * 1.02 + 1e-12
+        assert extra_s == pieces.least_extra_s(np.array([start]), np.array([start + 12]), np.array([short]))[0]
+
+
+def test_spans_of_many_unlike_layers() -> None:
+    """600 layers of 20 kinds: too many kinds to group."""
+    layers = [Dense(saved=float((8 + i % 20) * 2**20), input=2.0**20) for i in range(600)]
     chain = open_space(problem(layers, cluster(1), global_batch=1)).chain(1, 1)
-    window = chain.windows[-1]
-    whole = chain.frontier(("span", 0, 600), window)
-    assert whole.saved_bytes[-1] == sum(frontier_of.saved_bytes[-1] for frontier_of in single_layers(chain, window))
-
-
-def single_layers(chain: Chain, window: float) -> list[Frontier]:
-    return [chain.frontier(("span", first, first + 1), window) for first in range(chain.layers)]
+    most = float(chain.saved[-1] - chain.least_saved[-1])
+    for short, enough in ((0.0, True), (most * 0.999, True), (most * 1.001, False)):
+        room = float(chain.saved[-1]) + chain.savings.windows[-1] - short
+        whole = Needs(np.array([0]), np.array([600]), np.array([1]), chain.saved[-1:], np.array([room]))
+        assert math.isfinite(chain.savings.least_extra_s(whole)[0]) == enough
+        if enough:
+            policies = chain.savings.policies(whole)
+            kept = sum(chain.costs[k].saved_bytes[p] for k, p in zip(chain.kinds, policies, strict=True))
+            assert kept <= chain.saved[-1] - short

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from autoplan.cost_models.memory import stage_memory
 from autoplan.plan import Strategy
+from autoplan.search.arcs import StageArcs
 from autoplan.search.engine import solve_strategy
 from autoplan.search.evaluate import evaluate_decision, stage_costs, stage_times
 from autoplan.search.space import Space, open_space
@@ -83,7 +84,7 @@ def test_every_period_is_the_least_over_all_recompute_choices(
     tables = space.tables(strategy)
     total, last = len(layers), strategy.pipeline - 1
     for stage in range(strategy.pipeline):
-        table = tables.table(stage)
+        table = StageArcs(tables=tables).table(stage)
         for first, end in itertools.combinations(range(total + 1), 2):
             if (first == 0) != (stage == 0) or (end == total) != (stage == last):
                 assert table.period_s[first, end] == math.inf
