@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from autoplan.plan import Plan, Stage, Strategy
     from autoplan.questions import compare, fit, min_gpus
     from autoplan.runtime.checkpoints import Checkpoints
+    from autoplan.runtime.initialise import empty_weights
     from autoplan.runtime.launch import launch
     from autoplan.runtime.program import Program
     from autoplan.runtime.scaling import GradScaler
@@ -58,6 +59,7 @@ __all__ = [
     "VerifyError",
     "compare",
     "compile",
+    "empty_weights",
     "fit",
     "launch",
     "min_gpus",
@@ -74,7 +76,7 @@ _HOMES = {
     "errors": tuple(name for name in __all__ if name.endswith(("Error", "Fault"))),
     "plan": ("Plan", "Stage", "Strategy"),
     "questions": ("compare", "fit", "min_gpus"),
-    "runtime": ("Checkpoints", "GradScaler", "Program", "launch"),
+    "runtime": ("Checkpoints", "GradScaler", "Program", "empty_weights", "launch"),
     "verification": ("verify",),
 }
 _HOME = {name: home for home, names in _HOMES.items() for name in names}

@@ -2,6 +2,7 @@
 
 from autoplan.runtime.checkpoints import Checkpoints, Resumed
 from autoplan.runtime.faults import CheckpointError, RankFault
+from autoplan.runtime.initialise import empty_weights
 from autoplan.runtime.launch import ensure_process_group, how_to_launch, launch
 from autoplan.runtime.program import Program
 from autoplan.runtime.scaling import GradScaler
@@ -13,6 +14,7 @@ __all__ = [
     "Program",
     "RankFault",
     "Resumed",
+    "empty_weights",
     "ensure_process_group",
     "how_to_launch",
     "launch",

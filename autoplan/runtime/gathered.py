@@ -75,7 +75,7 @@ class Gathered(Sharded):
         super().__init__(shapes, mesh, tied, every=True)
         self._buckets = ()
         self.parameters = {
-            name: nn.Parameter(self._slice(p.detach()).to(mesh.device), requires_grad=p.requires_grad)
+            name: nn.Parameter(self._own_slice(p.detach()), requires_grad=p.requires_grad)
             for name, p in working.items()
         }
         self._names = {id(parameter): name for name, parameter in self.parameters.items()}
@@ -84,6 +84,11 @@ class Gathered(Sharded):
         self._whole: OrderedDict[tuple[int, ...], list[Tensor]] = OrderedDict()
         self._scattered: list[tuple[dist.Work, Tensor, list[str], list[int]]] = []
         self._gradients: dict[str, Tensor] = {}
+
+    def _own_slice(self, whole: Tensor) -> Tensor:
+        """This rank's, on the mesh's device; memory for it alone, where the whole is on meta and has no values yet."""
+        own = self._slice(whole)
+        return torch.zeros_like(own, device=self.mesh.device) if own.is_meta else own.to(self.mesh.device)
 
     @property
     def read(self) -> Mapping[str, nn.Parameter]:
