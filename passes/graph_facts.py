@@ -21,7 +21,7 @@ from torch.fx import GraphModule, Node
 from autoplan.capture.errors import node_line
 from autoplan.capture.shapes import is_data_dependent, size_at
 from autoplan.errors import AutoplanError
-from autoplan.passes import context_operators, operators, weight_gradients
+from autoplan.passes import context_operators, expert_operators, operators, weight_gradients
 
 aten = torch.ops.aten
 
@@ -52,6 +52,9 @@ _NEW_MEMORY = {
     context_operators.share_of,
     context_operators.positions_attention,
     context_operators.drawn_for_positions,
+    expert_operators.route_rows,
+    expert_operators.dispatch_rows,
+    expert_operators.combine_rows,
     weight_gradients.linear_in_parts,
     weight_gradients.addmm_in_parts,
     weight_gradients.mm_in_parts,

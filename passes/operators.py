@@ -41,7 +41,8 @@ from torch.utils.checkpoint import checkpoint
 
 
 class Communicator(Protocol):
-    """Collectives over the tensor axis of one rank. Every tensor given is contiguous; all_reduce works in place."""
+    """Collectives over the axes of one rank. Every tensor given is contiguous; all_reduce works in place; all_to_all
+    sends ``sent[r]`` rows to rank r, one rank's after the other, and gets ``received[r]`` from it."""
 
     def rank(self, axis: str) -> int: ...
 
@@ -52,6 +53,8 @@ class Communicator(Protocol):
     def all_gather(self, tensor: Tensor, axis: str) -> list[Tensor]: ...
 
     def reduce_scatter(self, parts: list[Tensor], axis: str) -> Tensor: ...
+
+    def all_to_all(self, rows: Tensor, sent: list[int], received: list[int], axis: str) -> Tensor: ...
 
 
 _CURRENT: ContextVar[Communicator] = ContextVar("autoplan_communicator")

@@ -19,6 +19,7 @@ from autoplan.layers import LayerGraph
 from autoplan.layers.order import in_order_of
 from autoplan.passes.context_parallel import context_parallel
 from autoplan.passes.draw_apart import draw_apart
+from autoplan.passes.expert_parallel import expert_parallel
 from autoplan.passes.gather_parameters import gather_parameters
 from autoplan.passes.recompute import recompute
 from autoplan.passes.shard_tensors import shard_tensors
@@ -31,18 +32,21 @@ from autoplan.sharding import Placement, Shard, Sharding, shard_model, take_shar
 
 ZERO_STAGES = (0, 1, 2, 3)
 POLICIES = ("none", "selective", "full")
+STACKED = Shard(0)  # how the expert axis splits weights [experts, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankGraphs:
-    """All stages as the ranks of one tensor coordinate run them. ``weights`` counts the loss's weights of a part of the
-    batch, None where the batch is never split; ``placements`` of parameters over the tensor axis, by name. ``adds``:
-    for each stage, by kind of backward action, the parameters (as its graph names them) to which it adds gradients."""
+    """All stages as the ranks of one tensor coordinate run them. ``weights`` counts the loss's weights of a part of
+    the batch, None where the batch is never split; ``placements`` of parameters over the tensor axis, by name;
+    ``experts``: those that hold a run of experts on each rank of the expert axis. ``adds``: for each stage, by kind
+    of backward action, the parameters (as its graph names them) to which it adds gradients."""
 
     stages: tuple[StageGraph, ...]
     adds: tuple[dict[str, frozenset[str]], ...] = ()
     weights: GraphModule | None
     placements: dict[str, Placement]
+    experts: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,10 +73,12 @@ class Ownership:
 def check_executable(capture: Capture, plan: Plan) -> None:
     """Raise StrategyError for what the runtime cannot execute exactly."""
     strategy = plan.strategy
-    for field, limit in (("expert", 1),):
-        value = getattr(strategy, field)
-        if value > limit:
-            raise StrategyError(f"{field} = {value} cannot be executed yet", legal=f"{field} = {limit}")
+    if strategy.expert > 1 and strategy.zero_stage == 3:
+        raise StrategyError(
+            f"expert = {strategy.expert} with zero_stage = 3 cannot be executed",
+            where="strategy.zero_stage",
+            legal="0, 1, 2 beside an expert axis",
+        )
     if strategy.zero_stage not in ZERO_STAGES:
         raise StrategyError(
             f"zero_stage = {strategy.zero_stage} cannot be executed",
@@ -201,6 +207,12 @@ class Builder:
             placements = self._canonical_placements(sharded.parameters)
             stage |= {name: stage[origin] for name, origin in sharded.origin.items() if origin in stage}
             origin = sharded.origin
+        experts: frozenset[str] = frozenset()
+        if self._plan.strategy.expert > 1:
+            spread = expert_parallel(graph_module, degree=self._plan.strategy.expert)
+            graph_module, experts = spread.graph_module, self._experts(spread.parameters, placements)
+            stage |= {name: stage[beside] for name, beside in spread.origin.items() if beside in stage}
+            origin = {**origin, **spread.origin}
         if self._plan.strategy.context > 1:
             graph_module, added = self._over_context(graph_module)
             stage |= {name: stage[beside] for name, beside in added.items() if beside in stage}
@@ -211,8 +223,20 @@ class Builder:
                 f"the plan has {len(self._plan.stages)} stages and the graph was cut into {len(stages)}",
                 attempt="plan again for this model",
             )
-        graphs = RankGraphs(stages=stages, weights=weights, placements=placements)
+        graphs = RankGraphs(stages=stages, weights=weights, placements=placements, experts=experts)
         return Cut(graphs=graphs, origin=dict(origin))
+
+    def _experts(self, names: frozenset[str], placements: Mapping[str, Placement]) -> frozenset[str]:
+        """By the first of each tied group's names. What the tensor axis splits already is refused."""
+        found = frozenset(self.canonical[name] for name in names)
+        twice = [name for name in sorted(found) if isinstance(placements.get(name), Shard)]
+        if twice:
+            raise StrategyError(
+                f"the tensor axis splits `{twice[0]}` already, and the expert axis would split it again",
+                where="strategy.expert",
+                legal="tensor = 1 beside an expert axis",
+            )
+        return found
 
     def _over_context(self, graph_module: GraphModule) -> tuple[GraphModule, dict[str, str]]:
         """The graph on a rank's positions, and beside which node each inserted one belongs."""
@@ -308,6 +332,8 @@ def local_parameters(
     holder: int,
     tensor_rank: int,
     degree: int,
+    expert_rank: int = 0,
+    expert_degree: int = 1,
     device: torch.device | None,
 ) -> dict[str, nn.Parameter]:
     """Parameters of pipeline rank ``holder`` by the user's names: the user's own objects where they are whole and on
@@ -317,14 +343,24 @@ def local_parameters(
         if holder not in ownership.holders[name]:
             continue
         placement = graphs.placements.get(name)
-        if isinstance(placement, Shard):
+        if name in graphs.experts:
+            share = take_shard(whole, STACKED, index=expert_rank, degree=expert_degree)
+            local[name] = _parameter(_placed(share, device), whole)
+        elif isinstance(placement, Shard):
             shard = take_shard(whole, placement, index=tensor_rank, degree=degree)
-            local[name] = _parameter(shard.to(device or whole.device), whole)
+            local[name] = _parameter(_placed(shard, device), whole)
         elif device in (None, whole.device):
             local[name] = whole
         else:
-            local[name] = _parameter(whole.detach().to(device), whole)
+            local[name] = _parameter(_placed(whole.detach(), device), whole)
     return local
+
+
+def _placed(values: Tensor, device: torch.device | None) -> Tensor:
+    """On ``device``; memory for them, where they are on meta and have no values yet."""
+    if values.is_meta and device is not None:
+        return torch.empty_like(values, device=device)
+    return values.to(device or values.device)
 
 
 def _parameter(values: Tensor, whole: nn.Parameter) -> nn.Parameter:

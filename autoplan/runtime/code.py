@@ -35,6 +35,7 @@ def _facts(graphs: RankGraphs, index: int) -> list[str]:
         *(f"receives {_in_words(value)} from stage {value.source}" for value in stage.receives),
         *(f"sends {_in_words(value)} to stage {', '.join(map(str, value.destinations))}" for value in stage.sends),
         *(f"holds a shard of {name}: {graphs.placements[name]}" for name in split),
+        *(f"holds a run of the experts of {name}" for name in stage.parameters if name in graphs.experts),
         *(f"sums the gradient of {name} with the other stages that hold it" for name in stage.shared_parameters),
     ]
 

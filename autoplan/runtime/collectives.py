@@ -11,6 +11,8 @@ number before.
 
 from __future__ import annotations
 
+import copy
+import dataclasses
 import itertools
 import warnings
 from collections.abc import Iterable, Sequence
@@ -42,13 +44,15 @@ class Mesh:
         self, strategy: Strategy, *, edges: Iterable[Edge], tied: Iterable[tuple[int, ...]], device: torch.device
     ) -> None:
         self.strategy = strategy.over_replicas
-        self.context_degree = strategy.context
+        self.context_degree, self.expert_degree = strategy.context, strategy.expert
         self.device = device
         self.world = dist.get_world_size() if dist.is_initialized() else 1
         self.rank = dist.get_rank() if dist.is_initialized() else 0
         self.at: Coordinates | None = self.strategy.coordinates(self.rank) if self.rank < strategy.gpus else None
         self.tensor: dist.ProcessGroup | None = None
         self.context: dist.ProcessGroup | None = None
+        self.expert: dist.ProcessGroup | None = None
+        self.copies: dist.ProcessGroup | None = None  # of this rank's experts
         self.data: dist.ProcessGroup | None = None
         self.edge: dict[tuple[str, Edge], dist.ProcessGroup] = {}
         self.tied: dict[tuple[int, ...], dist.ProcessGroup] = {}
@@ -66,6 +70,13 @@ class Mesh:
             for p, first, t in itertools.product(pipeline, data[:: self.context_degree], tensor):
                 members = [Coordinates(p, first + c, t) for c in range(self.context_degree)]
                 self.context = self._group(members) or self.context
+        if self.expert_degree > 1:
+            for p, first, t in itertools.product(pipeline, data[:: self.expert_degree], tensor):
+                members = [Coordinates(p, first + e, t) for e in range(self.expert_degree)]
+                self.expert = self._group(members) or self.expert
+            for p, e, t in itertools.product(pipeline, range(self.expert_degree), tensor):
+                members = [Coordinates(p, d, t) for d in data[e :: self.expert_degree]]
+                self.copies = self._group(members) or self.copies
         for d, t in itertools.product(data, tensor):
             for edge in edges:
                 ends = [rank_of_stage(stage, ranks=degrees.pipeline) for stage in edge]
@@ -96,6 +107,21 @@ class Mesh:
         """Which rows of a batch this rank works on; ranks of one context group share them."""
         assert self.at is not None
         return self.at.data // self.context_degree
+
+    @property
+    def expert_index(self) -> int:
+        """Which run of each layer's experts this rank holds."""
+        assert self.at is not None
+        return self.at.data % self.expert_degree
+
+    def of_experts(self) -> Mesh:
+        """This mesh with the ranks that hold the same experts for its data axis."""
+        assert self.at is not None
+        found = copy.copy(self)
+        found.strategy = dataclasses.replace(self.strategy, data=self.strategy.data // self.expert_degree, expert=1)
+        found.at = self.at._replace(data=self.at.data // self.expert_degree)
+        found.data = self.copies
+        return found
 
     def rank_of(self, stage: int) -> int:
         """The rank of ``stage`` that has this rank's data and tensor coordinates."""
@@ -139,7 +165,8 @@ class AxisCommunicator:
         at = self._mesh.at
         if at is None:
             return 0
-        return at.data % self._mesh.context_degree if axis == "context" else int(getattr(at, axis))
+        inside_data = {"context": self._mesh.context_degree, "expert": self._mesh.expert_degree}
+        return at.data % inside_data[axis] if axis in inside_data else int(getattr(at, axis))
 
     def size(self, axis: str) -> int:
         return self._mesh.context_degree if axis == "context" else int(getattr(self._mesh.strategy, axis))
@@ -169,8 +196,20 @@ class AxisCommunicator:
         dist.reduce_scatter(result, parts, group=group)
         return result
 
+    def all_to_all(self, rows: Tensor, sent: list[int], received: list[int], axis: str) -> Tensor:
+        """``sent[r]`` rows go to rank r, one rank's after the other; of ``received[r]`` from it the result is made."""
+        group = self._group(axis)
+        if group is None:
+            return rows
+        _require_contiguous(rows)
+        result = rows.new_empty((sum(received), *rows.shape[1:]))
+        dist.all_to_all_single(result, rows, received, sent, group=group)
+        return result
+
     def _group(self, axis: str) -> dist.ProcessGroup | None:
-        return {"tensor": self._mesh.tensor, "data": self._mesh.data, "context": self._mesh.context}[axis]
+        mesh = self._mesh
+        groups = {"tensor": mesh.tensor, "data": mesh.data, "context": mesh.context, "expert": mesh.expert}
+        return groups[axis]
 
 
 _OPERATIONS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}

@@ -26,8 +26,8 @@ from autoplan.runtime.build import (
 )
 from autoplan.runtime.collectives import AxisCommunicator, Channels, Mesh
 from autoplan.runtime.data_parallel import GradientSync, norm_terms
+from autoplan.runtime.experts import apart
 from autoplan.runtime.faults import RankFault, action_fault
-from autoplan.runtime.gathered import gradient_sync
 from autoplan.runtime.interpreter import Chunk, MicroBatch, RankInterpreter
 from autoplan.runtime.launch import group_timeout
 from autoplan.runtime.progress import WATCH
@@ -57,6 +57,7 @@ class RankPart:
         self.interpreter: RankInterpreter | None = None
         self._weights: GraphModule | None = None
         self._placements: dict[str, Placement] = {}
+        self.experts: frozenset[str] = frozenset()  # parameters of which this rank holds a run of experts
         self._totals: dict[str, torch.dtype] = {}
         graphs = builder.graphs(self.mesh.at.tensor if self.mesh.at is not None else 0)
         buffers = self._place(graphs) if self.mesh.at is not None else {}
@@ -66,6 +67,7 @@ class RankPart:
             self.mesh,
             sync=self.sync,
             placements=graphs.placements,
+            experts=graphs.experts,
             buffers=buffers,
             buffer_owner={
                 name: schedules.rank_of_stage(s.index, ranks=plan.strategy.pipeline)
@@ -78,7 +80,7 @@ class RankPart:
         """Put this rank's stages together; returns their buffers by name."""
         mesh, strategy, device = self.mesh, self._strategy, self._device
         assert mesh.at is not None
-        self._placements = graphs.placements
+        self._placements, self.experts = graphs.placements, graphs.experts
         parameters = local_parameters(
             self._capture,
             graphs,
@@ -86,11 +88,13 @@ class RankPart:
             holder=mesh.at.pipeline,
             tensor_rank=mesh.at.tensor,
             degree=strategy.tensor,
+            expert_rank=mesh.expert_index,
+            expert_degree=strategy.expert,
             device=None if is_gathered(strategy) else device,
         )
         tied = {name: held for name, held in self._ownership.tied.items() if mesh.at.pipeline in held}
         summands = [name for name in parameters if isinstance(graphs.placements.get(name), Copied)]
-        self.sync = gradient_sync(parameters, mesh, tied, summands)
+        self.sync = apart(parameters, mesh, tied, tuple(summands), graphs.experts)
         own = schedules.stages_of_rank(
             mesh.at.pipeline, stages=len(graphs.stages), virtual_stages=strategy.virtual_stages
         )
@@ -103,7 +107,7 @@ class RankPart:
             rank=mesh.rank,
             device=device,
             channels=Channels(mesh, values) if strategy.pipeline > 1 else None,
-            communicator=AxisCommunicator(mesh) if strategy.tensor * strategy.context > 1 else None,
+            communicator=AxisCommunicator(mesh) if strategy.tensor * strategy.context * strategy.expert > 1 else None,
             around_forward=self._around_forward,
             before_backward=self.sync.before_backward,
         )
@@ -125,6 +129,7 @@ class RankPart:
 
     def step(self, batch: Any, *, local: bool, step: int) -> float:
         """The loss of the global batch; see :meth:`Program.step`."""
+        self.state.require_values()
         loss = torch.zeros((), dtype=torch.float64, device=self._device)
         with WATCH.main.during("gradient synchronisation", step=step):
             return self._step(loss, self._micro_batches(batch, local=local), step)

@@ -16,8 +16,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from autoplan.capture import Capture
+from autoplan.errors import StrategyError
 from autoplan.plan import Coordinates
-from autoplan.runtime.build import Ownership
+from autoplan.runtime.build import STACKED, Ownership
 from autoplan.runtime.checkpoint_files import MODEL, is_checkpoint, open_checkpoint
 from autoplan.runtime.collectives import AxisCommunicator, Mesh
 from autoplan.runtime.data_parallel import GradientSync
@@ -38,12 +39,15 @@ class FullTensors:
         *,
         sync: GradientSync | None,
         placements: Mapping[str, Placement],
+        experts: frozenset[str] = frozenset(),
         buffers: Mapping[str, Tensor],
         buffer_owner: Mapping[str, int],
     ) -> None:
         self._capture, self._ownership, self._mesh = capture, ownership, mesh
-        self._sync, self._placements = sync, placements
+        self._sync, self._placements, self._experts = sync, placements, experts
         self._buffers, self._buffer_owner = buffers, buffer_owner
+        # Values that a load or an initialisation must still bring.
+        self.lacks_values = any(parameter.is_meta for parameter in capture.graph_module.parameters())
         self._turns = {name: turn for turn, name in enumerate(ownership.holders)}
 
     def state_dict(self) -> dict[str, Tensor]:
@@ -114,6 +118,18 @@ class FullTensors:
             if name not in canonical:
                 parts[prefix + name] = _unsplit(self._buffers.get(name, expected[name]))
         source.read(parts)
+        self.lacks_values = False
+
+    def require_values(self) -> None:
+        """Raises StrategyError where the model was on meta and nothing has brought its values yet."""
+        if self.lacks_values:
+            first = next(iter(self._ownership.holders))
+            raise StrategyError(
+                f"the model's parameters were on `meta` and have no values yet, `{first}` first",
+                where="model",
+                legal="steps and saves of programs with weights; plans for models on meta",
+                attempt="program.load(directory), or program.initialise(model, seed=0)",
+            )
 
     def parameters(self) -> Mapping[str, nn.Parameter]:
         """What this rank's optimizer updates, by the first of each parameter's names."""
@@ -123,20 +139,25 @@ class FullTensors:
         """What this rank's ``stored``, split as the parameter ``name`` is, holds of the whole tensor."""
         assert self._sync is not None and self._mesh.at is not None
         shape = tuple(self._capture.graph_module.get_parameter(name).shape)
+        expert = name in self._experts
         found = pieces(
             stored,
             shape=shape,
-            placement=self._placements.get(name),
-            index=self._mesh.at.tensor,
-            degree=self._mesh.strategy.tensor,
+            placement=self._split(name),
+            index=self._mesh.expert_index if expert else self._mesh.at.tensor,
+            degree=self._mesh.expert_degree if expert else self._mesh.strategy.tensor,
             extent=self._sync.extent(name),
         )
         return Part(shape, found)
 
+    def _split(self, name: str) -> Placement | None:
+        """How the parameter is split: a run of experts a rank of the expert axis, or over the tensor axis."""
+        return STACKED if name in self._experts else self._placements.get(name)
+
     def is_whole(self, name: str) -> bool:
         """Whether every rank that holds the parameter holds all of it."""
         assert self._sync is not None
-        return self._sync.extent(name) is None and not isinstance(self._placements.get(name), Shard)
+        return self._sync.extent(name) is None and not isinstance(self._split(name), Shard)
 
     def writes(self, name: str) -> bool:
         """Whether this rank writes its part of the parameter, and of its optimizer state: of ranks that hold the same,
@@ -145,13 +166,16 @@ class FullTensors:
         assert at is not None and self._sync is not None
         copies, index = 1, 0
         if self._sync.extent(name) is None:
-            copies, index = self._mesh.strategy.data, at.data
+            mesh = self._mesh.of_experts() if name in self._experts else self._mesh
+            assert mesh.at is not None
+            copies, index = mesh.strategy.data, mesh.at.data
         if not isinstance(self._placements.get(name), Shard):
             copies, index = copies * self._mesh.strategy.tensor, index * self._mesh.strategy.tensor + at.tensor
         return self._ownership.holders[name][0] == at.pipeline and self._turns[name] % copies == index
 
     def parts(self) -> dict[str, Part]:
         """This rank's parts of parameters, and the persistent buffers, of which it writes the only copy."""
+        self.require_values()
         found = {name: self.part(name, stored) for name, stored in self.parameters().items() if self.writes(name)}
         for name, value in self._capture.graph_module.state_dict().items():
             if name not in self._ownership.canonical and self._mesh.rank == self._buffer_rank(name):
@@ -177,10 +201,10 @@ class FullTensors:
         whole: Tensor | None = None
         if self._sync is not None and mesh.at is not None and mesh.at.pipeline == owner:
             local = read(self._sync, name).contiguous()
-            placement = self._placements.get(name)
+            placement, axis = self._split(name), "expert" if name in self._experts else "tensor"
             whole = local
             if isinstance(placement, Shard):
-                whole = assemble(AxisCommunicator(mesh).all_gather(local, "tensor"), placement)
+                whole = assemble(AxisCommunicator(mesh).all_gather(local, axis), placement)
         if whole is None:
             pattern = self._capture.graph_module.get_parameter(name)
             whole = torch.empty(pattern.shape, dtype=pattern.dtype, device=mesh.device)
@@ -189,6 +213,7 @@ class FullTensors:
 
     def _whole_tensors(self) -> Iterator[tuple[list[str], Tensor]]:
         """Every tensor of the state dict and the names that it has, a collective each."""
+        self.require_values()
         names: dict[str, list[str]] = {}
         for name in self._capture.graph_module.state_dict():
             names.setdefault(self._ownership.canonical.get(name, name), []).append(name)

@@ -10,7 +10,7 @@ samples or slices of them, and only a layer's experts are spread. So a layer und
 
 Of an expert there are data / degree copies: over those alone its gradients are summed and its state is shared. The
 search takes all parameters alike when it looks for stages; the plan's stages are priced again with experts apart
-(:func:`experts_apart`). The runtime does not execute the axis: plans of ``predict`` alone have it.
+(:func:`experts_apart`). The axis is not searched: plans that force it have it.
 """
 
 from __future__ import annotations
@@ -231,7 +231,7 @@ def respread(problem: Problem, plan: Plan) -> Plan:
     rows.insert(at, _axis(problem, plan))
     keys = ", ".join(f"{key} {value}" for key, value in asked(problem).items())
     note = (
-        "expert parallelism is priced and not executed; its transfers show under tensor communication; the busiest "
+        "expert parallelism: its transfers show under tensor communication; the busiest "
         f"rank's experts get {SKEW} times the mean"
     )
     whole = problem.layers.parameters / max(1, plan.model.parameters)

@@ -40,8 +40,8 @@ def search(problem: Problem, *, time_limit_s: float | None = None, solver: Solve
     ``time_limit_s`` the best plan found by then is returned and its certificate says what is not proven. ``solver``:
     "HiGHS", "CBC", None for the exact dynamic program alone, "auto" for the first that is installed.
     """
-    if max(context_degree(problem), expert_degree(problem)) > 1:  # forced, as they are not searched
-        return _predicted(problem, solver)
+    if expert_degree(problem) > 1 and "zero_stage" not in problem.forced:  # the runtime gathers no experts
+        problem = dataclasses.replace(problem, zero_stages=tuple(stage for stage in problem.zero_stages if stage < 3))
     if max(context_degree(problem), expert_degree(problem)) > 1:  # forced, as they are not searched
         return _predicted(problem, solver)
     return _answer(problem, time_limit_s, solver, tolerance=TOLERANCE)

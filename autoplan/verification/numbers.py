@@ -24,6 +24,7 @@ from autoplan.capture import Capture
 from autoplan.capture.batch import tensors
 from autoplan.capture.trace import CallAndLoss
 from autoplan.runtime import Program
+from autoplan.runtime.build import STACKED
 from autoplan.sharding.placements import REPLICATE, take_shard
 
 LEARNING_RATE = 1e-2
@@ -134,10 +135,15 @@ def _compare_own(
         wanted = expected.get(name)
         if wanted is None or found is None:
             continue
+        mesh = part.mesh
+        if name in part.experts:
+            wanted = take_shard(wanted, STACKED, index=mesh.expert_index, degree=strategy.expert)
+            mesh = mesh.of_experts()
         wanted = take_shard(wanted, part._placements.get(name, REPLICATE), index=at.tensor, degree=strategy.tensor)
         if found.shape != wanted.shape:  # a flat slice of a parameter whose state is sharded
-            copies = part.mesh.strategy.data
-            wanted = functional.pad(wanted.reshape(-1), (0, -wanted.numel() % copies)).view(copies, -1)[at.data]
+            copies = mesh.strategy.data
+            assert mesh.at is not None
+            wanted = functional.pad(wanted.reshape(-1), (0, -wanted.numel() % copies)).view(copies, -1)[mesh.at.data]
         if found.shape == wanted.shape:
             compare.tensor(quantity, name, found, wanted, step)
 

@@ -300,7 +300,8 @@ def _first(
     earliest = min(finding.step for _, finding in wrong)
     gradients = [(rank, f) for rank, f in wrong if f.quantity == "gradient" and f.step == earliest]
     located: list[tuple[int, locate.Wrong]] = []
-    whole = subject.plan.strategy.context == 1  # values of a rank's positions are not compared one by one
+    # Values of a rank's positions, or of its experts, are not compared one by one.
+    whole = subject.plan.strategy.context == subject.plan.strategy.expert == 1
     if whole and any(f.quantity in ("loss", "gradient", "gradient norm") and f.step == 0 for _, f in wrong):
         with numbers.values_kept(subject.capture):
             recorded = locate.record(subject.capture, batch)

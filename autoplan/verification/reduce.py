@@ -31,6 +31,7 @@ def reduce_strategy(strategy: Strategy, *, ranks: int) -> Strategy:
         strategy,
         data=data,
         context=context,
+        expert=min(strategy.expert, 2),
         pipeline=pipeline,
         virtual_stages=min(strategy.virtual_stages, 2),
         tensor=tensor,
@@ -48,6 +49,7 @@ def reductions(strategy: Strategy, reduced: Strategy) -> tuple[str, ...]:
     names = {
         "data": "data",
         "context": "context",
+        "expert": "expert",
         "pipeline": "pipeline",
         "virtual_stages": "stages a rank",
         "tensor": "tensor",

@@ -25,6 +25,7 @@ from autoplan.layers import LayerGraph
 from autoplan.passes import lint, split_stages, weight_loss
 from autoplan.passes import shard_tensors as sharding_pass
 from autoplan.passes.context_parallel import context_parallel
+from autoplan.passes.expert_parallel import expert_parallel
 from autoplan.passes.split_stages import StageGraph
 from autoplan.plan import Plan
 from autoplan.runtime.build import is_split, proven_actions, stage_of_node
@@ -38,8 +39,8 @@ BYTES_OF_ROUNDING = 1e-6  # memory terms are sums of floats
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Programs:
-    """The distinct graphs of a plan: before and after the split over the tensor axis, then on a rank's positions where
-    there is a context axis (``running``), and by stage."""
+    """The distinct graphs of a plan: before and after the split over the tensor axis, then with a rank's experts and on
+    its positions where there are such axes (``running``), and by stage."""
 
     whole: GraphModule
     sharded: GraphModule
@@ -52,13 +53,7 @@ class Programs:
 def check_static(
     capture: Capture, layers: LayerGraph, plan: Plan, cluster: Cluster
 ) -> tuple[tuple[Check, ...], Programs | None]:
-    """All checks, and the graphs where the passes made them. What a pass or the linter refuses is a failed check, and
-    so are axes that are priced and not executed."""
-    for axis in ("expert",):
-        degree = getattr(plan.strategy, axis)
-        if degree > 1:
-            reason = f"{axis} {degree} is priced and not executed: there is no program to check"
-            return (Check(name="executable", ok=False, detail=reason, where=f"strategy.{axis}"),), None
+    """All checks, and the graphs where the passes made them. What a pass or the linter refuses is a failed check."""
     try:
         programs = build_programs(capture, layers, plan, cluster)
     except AutoplanError as error:
@@ -88,9 +83,13 @@ def build_programs(capture: Capture, layers: LayerGraph, plan: Plan, cluster: Cl
         sharded, placements = written.graph_module, written.parameters
         stage |= {name: stage[origin] for name, origin in written.origin.items() if origin in stage}
     running = sharded
+    if plan.strategy.expert > 1:
+        spread = expert_parallel(sharded, degree=plan.strategy.expert)
+        running = spread.graph_module
+        stage |= {name: stage[origin] for name, origin in spread.origin.items() if origin in stage}
     if plan.strategy.context > 1:
         layer_of = {name: index for index, layer in enumerate(layers.layers) for name in layer.nodes}
-        dealt = context_parallel(sharded, capture.inputs, degree=plan.strategy.context, layer_of=layer_of)
+        dealt = context_parallel(running, capture.inputs, degree=plan.strategy.context, layer_of=layer_of)
         running = dealt.graph_module
         stage |= {name: stage[origin] for name, origin in dealt.origin.items() if origin in stage}
     stages = split_stages.split_stages(running, stage)

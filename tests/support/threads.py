@@ -87,6 +87,17 @@ class ThreadCommunicator:
         values = self._exchange("reduce_scatter", torch.stack(parts))
         return torch.stack([value[self._rank] for value in values]).sum(0)
 
+    def all_to_all(self, rows: Tensor, sent: list[int], received: list[int], axis: str) -> Tensor:
+        assert len(rows) == sum(sent)
+        values = self._exchange("all_to_all", torch.cat([torch.tensor(sent, dtype=rows.dtype), rows.reshape(-1)]))
+        parts = []
+        for value in values:
+            sizes = [int(size) for size in value[: self._world.size]]
+            runs = value[self._world.size :].view(sum(sizes), *rows.shape[1:]).split(sizes)
+            parts.append(runs[self._rank])
+        assert [len(part) for part in parts] == received
+        return torch.cat(parts)
+
     def _exchange(self, name: str, tensor: Tensor) -> list[Tensor]:
         if not tensor.is_contiguous():
             raise AssertionError(f"{name} of a tensor that is not contiguous")

@@ -1,0 +1,74 @@
+"""Promise 1 under the expert axis: experts spread over data ranks train to the single process's numbers.
+
+As in :mod:`tests.equivalence.test_context`, for the mixtures of experts of transformers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from torch import nn
+
+import autoplan
+from autoplan.verification.precision import float64_throughout
+from tests.support.processes import run_ranks
+from tests.support.training import assert_same_numbers, in_double, train_alone, train_program
+from tests.zoo.families import FAMILIES
+
+STEPS = 2
+ALONE = {"tensor": 1, "pipeline": 1}
+STRATEGIES: dict[str, dict[str, Any]] = {
+    "ep2": {**ALONE, "data": 2, "expert": 2},
+    "ep4": {**ALONE, "data": 4, "expert": 4},
+    "dp4-ep2-zero1": {**ALONE, "data": 4, "expert": 2, "zero_stage": 1},
+    "ep2-pp2-recompute": {
+        "tensor": 1,
+        "data": 2,
+        "pipeline": 2,
+        "expert": 2,
+        "micro_batch_size": 1,
+        "recompute": "full",
+    },
+}
+DEFAULT = {("Mixtral", "ep2")}
+WIDE = {
+    ("Qwen3-MoE", "ep2"),
+    ("DeepSeek-V3", "ep4"),
+    ("Mixtral", "ep4"),
+    ("Mixtral", "dp4-ep2-zero1"),
+    ("Qwen3-MoE", "ep2-pp2-recompute"),
+}
+CASES = [
+    pytest.param(*case, id="-".join(case), marks=[] if case in DEFAULT else [pytest.mark.wide])
+    for case in sorted(DEFAULT | WIDE)
+]
+
+
+@pytest.fixture(autouse=True)
+def nothing_rounds_to_float32() -> Iterator[None]:
+    with float64_throughout():
+        yield
+
+
+def planned(rank: int, world: int, model: nn.Module, batch: Any, strategy: dict[str, Any]) -> Any:
+    program = autoplan.compile(model, gpus=world, example_inputs=batch, strategy=strategy, device="cpu")
+    used = program.plan.strategy
+    assert all(getattr(used, key) == value for key, value in strategy.items() if key != "recompute")
+    held = {name: tuple(parameter.shape) for name, parameter in program.named_parameters()}
+    return train_program(program, [batch] * STEPS), held
+
+
+@pytest.mark.parametrize(("family", "strategy_name"), CASES)
+def test_experts_over_ranks_train_to_the_single_process_numbers(family: str, strategy_name: str) -> None:
+    built = next(entry for entry in FAMILIES if entry.name == family).build()
+    model, batch = in_double(*built[:2])
+    strategy = STRATEGIES[strategy_name]
+    expected = train_alone(model, [batch] * STEPS)
+    world = strategy["data"] * strategy["pipeline"]
+    for found, held in run_ranks(planned, world, model, batch, strategy):
+        assert_same_numbers(found, expected)
+        for name, shape in held.items():
+            if ".experts." in name and not strategy.get("zero_stage"):
+                assert shape[0] == model.get_parameter(name).shape[0] // strategy["expert"]
