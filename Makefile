@@ -9,13 +9,14 @@ BRIDGES := $(VENV)-bridges
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test wide bridges lint outputs setup clean
+.PHONY: help demo test wide zoo bridges lint outputs setup clean
 
 help:
 	@echo "make demo     train a small GPT on 4 CPU processes under two plans and compare with one process"
 	@echo "make test     run the tests"
 	@echo "make wide     run the full matrices that 'make test' leaves out"
 	@echo "make bridges  test against the tools that plans are exported to, in a virtual environment of their own"
+	@echo "make zoo      models x axes: every model of the zoo, split in every way, against one process (minutes)"
 	@echo "make lint     ruff and mypy"
 	@echo "make outputs  run README's commands again and put their output into it"
 	@echo "make setup    only set up $(VENV)"
@@ -33,6 +34,9 @@ wide: $(READY)
 # Other tools bring a gigabyte and their own dependencies: they stay out of the environment of everything else.
 bridges: $(BRIDGES)/.ready
 	@OMP_NUM_THREADS=1 $(BRIDGES)/bin/python -m pytest -m bridges
+
+zoo: $(READY)
+	@OMP_NUM_THREADS=1 $(BIN)/python scripts/zoo.py
 
 lint: $(READY)
 	@$(BIN)/ruff check .

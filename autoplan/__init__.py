@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from autoplan.runtime.launch import launch
     from autoplan.runtime.program import Program
     from autoplan.runtime.scaling import GradScaler
+    from autoplan.sharding import register_rule
     from autoplan.verification import verify
 
 __version__ = "0.1.0"
@@ -65,6 +66,7 @@ __all__ = [
     "min_gpus",
     "plan",
     "predict",
+    "register_rule",
     "verify",
 ]
 
@@ -77,6 +79,7 @@ _HOMES = {
     "plan": ("Plan", "Stage", "Strategy"),
     "questions": ("compare", "fit", "min_gpus"),
     "runtime": ("Checkpoints", "GradScaler", "Program", "empty_weights", "launch"),
+    "sharding": ("register_rule",),
     "verification": ("verify",),
 }
 _HOME = {name: home for home, names in _HOMES.items() for name in names}
