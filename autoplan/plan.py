@@ -166,14 +166,12 @@ class Predicted:
 class Certificate:
     """Proof of the search: ``status`` is "optimal" only when it was proven, else "feasible".
 
-    The search minimises the closed form of the step time, and the schedule simulator then ranks the ``confirmed``
-    candidates that come near the least. In the closed form, ``objective_s`` is the chosen plan's, ``best_s`` the
-    least, ``objective_bound_s`` what no candidate goes below, and ``gap`` the part of ``best_s`` that is not proven
-    (of the simulated step, where another schedule than 1F1B won: the closed form is 1F1B's).
-    In the simulator, no candidate's step is shorter than ``lower_bound_s``, whatever its stages, and the chosen plan's
-    is at most ``simulated_gap`` of itself longer (2% of that may be the price of less parallelism). Candidates run 1F1B
-    unless another schedule is forced; where an interleaved or zero-bubble schedule won over them, which is not proven,
-    that bound is what the busiest rank works at least.
+    The search minimises the closed form of the step time under 1F1B and GPipe, over all splits into stages, and the
+    simulated step under interleaved and zero-bubble schedules, of the most even split alone; the schedule simulator
+    then ranks the ``confirmed`` candidates that come near the least. Of what is minimised, ``objective_s`` is the
+    chosen plan's, ``best_s`` the least, ``objective_bound_s`` what no candidate goes below, and ``gap`` the part of
+    ``best_s`` that is not proven. In the simulator, no candidate's step is shorter than ``lower_bound_s``, and the
+    chosen plan's is at most ``simulated_gap`` of itself longer (2% of that may be the price of less parallelism).
     """
 
     __pydantic_config__: ClassVar[ConfigDict] = _STRICT

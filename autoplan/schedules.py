@@ -27,6 +27,8 @@ ScheduleName = Literal["gpipe", "1f1b", "interleaved", "zero_bubble"]
 SCHEDULES: tuple[str, ...] = ("gpipe", "1f1b", "interleaved", "zero_bubble")
 # Schedules under which a rank may hold several chunks.
 CHUNKED: tuple[str, ...] = ("interleaved",)
+# Schedules whose stages the search splits one way, the most even one (:mod:`autoplan.search.listed`).
+EVENLY_SPLIT: tuple[str, ...] = ("interleaved", "zero_bubble")
 
 
 class Action(NamedTuple):

@@ -6,12 +6,12 @@ from autoplan.explain.text import count, heading, paragraph, percent, seconds, s
 from autoplan.plan import Alternative, OtherAnswer, Plan
 
 # How the best candidate's split was proven, by the certificate's ``solver``.
-_TRIED_LAST = ("interleaved", "zero_bubble")  # schedules whose candidates are tried, and not all
 _AS_FAST = 0.02  # of the step: nearer than that, less parallelism wins
 _PROOFS = {
     "enumeration": "(it has one stage: nothing to split)",
     "bound": "(its stages meet their own lower bound)",
     "dynamic program": "(proven by the exact dynamic program)",
+    "even stages": "(that of one split, the most even)",
 }
 
 
@@ -101,22 +101,20 @@ def proof(plan: Plan) -> list[str]:
     proven = plan.certificate
     lines = [heading("Proof")]
     listed = (
-        f"{proven.considered:,} combinations of degrees, ZeRO stage and micro-batch size were considered: "
+        f"{proven.considered:,} combinations of degrees, ZeRO stage, micro-batch size and schedule were considered: "
         f"{proven.pruned_by_memory:,} can't fit, {proven.pruned_by_bound:,} can't be fast enough by their lower bound, "
         f"{proven.solved:,} were solved."
     )
     if proven.status == "optimal":
         how = _PROOFS.get(proven.solver, f"(proven by {proven.solver})")
         objective_s = proven.objective_bound_s or proven.lower_bound_s
-        verdict = (
-            f"In closed form (the longest stage for every micro-batch but one, all stages once, the end of the step) "
-            f"no candidate takes less than {seconds(objective_s)} {how}."
-        )
-    elif proven.gap == proven.simulated_gap and plan.strategy.schedule in _TRIED_LAST:
-        verdict = (
-            f"Under 1F1B no candidate takes less than {seconds(proven.objective_bound_s)} in closed form; under "
-            f"{plan.strategy.schedule} and the like those that promise most were simulated, and not all."
-        )
+        form = "the longest stage for every micro-batch but one, all stages once, the end of the step"
+        verdict = f"In closed form ({form}) no candidate takes less than {seconds(objective_s)} {how}."
+        if proven.solver == "even stages":
+            verdict = (
+                f"No candidate takes less than {seconds(objective_s)}: under 1F1B in closed form ({form}), under "
+                f"interleaved and zero-bubble schedules in the simulator, each with its most even stages."
+            )
     else:
         verdict = (
             f"Not proven: some candidate might take {seconds(proven.objective_bound_s or proven.lower_bound_s)}, "
@@ -133,9 +131,7 @@ def _compromise(plan: Plan) -> str:
         return ""
     more = proven.objective_s / proven.best_s - 1
     why = "within 2% of the shortest simulated step, less parallelism wins"
-    if plan.strategy.schedule in _TRIED_LAST:
-        why = "its schedule hides more of the pipeline's bubble than that form knows, and the simulator shows it"
-    elif plan.strategy.data > 1 and not plan.strategy.zero_stage and more > 0.02:
+    if plan.strategy.data > 1 and not plan.strategy.zero_stage and more > 0.02:
         why = "state that fits whole on every rank is sharded only where that gains more than 10%"
     return f"The plan takes {percent(more)} more than that: {why}."
 

@@ -31,7 +31,11 @@ def _pipeline(space: Space, evaluation: Evaluation) -> Axis:
     stage_of = [s for s, stage in enumerate(evaluation.stages) for _ in range(stage.first, stage.end)]
     # A GPU sends activations forward and gradients back: the busiest does both. Its own stages hand over.
     sent = [0.0] * strategy.pipeline
-    for value in transfers(space.problem.layers_under(strategy.tensor), stage_of, samples=strategy.micro_batch_size):
+    for value in transfers(
+        space.problem.layers_under(strategy.tensor, sequence=strategy.sequence_parallel),
+        stage_of,
+        samples=strategy.micro_batch_size,
+    ):
         source, *readers = (rank_of_stage(s, ranks=strategy.pipeline) for s in (value.source, *value.destinations))
         for reader in readers:
             if reader != source:

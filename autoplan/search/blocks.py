@@ -36,6 +36,7 @@ class BlockBounds:
         held = np.array([tables.in_flight(stage) for stage in range(strategy.pipeline)])
         key = (
             strategy.tensor,
+            strategy.sequence_parallel,
             strategy.micro_batch_size,
             strategy.data,
             strategy.zero_stage,
@@ -53,7 +54,7 @@ def _periods_s(space: Space, tables: Tables, kind: int, count: int, most_held: i
     chain, states, costs = tables.chain, tables.states, tables.chain.costs[kind]
     blocks = np.arange(1.0, count + 1)
     # A tied parameter is one for all blocks: left out.
-    own = [p for p in space.kinds(tables.strategy.tensor)[kind].parameters if not p.shared]
+    own = [p for p in space.kinds_of(tables.strategy)[kind].parameters if not p.shared]
     elements = float(sum(p.elements for p in own))
     trainable = float(sum(p.elements for p in own if p.trainable))
     capacity = tables.usable_bytes * (1 - MARGIN) - states.fixed_bytes

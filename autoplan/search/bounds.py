@@ -10,13 +10,15 @@ never take longer than the sum of transfers: latency counts once a piece; and al
 hides behind). Memory. Some GPU holds at least the average
 of what all hold with the least activations kept, one micro-batch in flight; and some GPU holds each layer.
 
-The simulated step has a bound of its own (:mod:`autoplan.search.simulated`).
+The simulated step has a bound of its own (:mod:`autoplan.search.simulated`), and so have rows under interleaved and
+zero-bubble schedules (:mod:`autoplan.search.listed_bounds`), of which the simulated step is what the search minimises.
 
 :func:`fits_greedily` is sharper, one candidate at a time: stages filled to the brim from the front reach furthest.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -27,11 +29,10 @@ from numpy.typing import NDArray
 
 from autoplan.cost_models import communication
 from autoplan.cost_models.piecewise import at_values
-from autoplan.cost_models.weight_gradients import weight_gradient_s
 from autoplan.plan import Strategy
-from autoplan.schedules import SCHEDULES
 from autoplan.search.chain import Chain
 from autoplan.search.degrees import Candidates
+from autoplan.search.listed_bounds import Parts, even_split_bounds
 from autoplan.search.simulated import simulated_bound_s
 from autoplan.search.space import Space
 from autoplan.search.tables import MARGIN, Tables
@@ -41,92 +42,74 @@ Floats = NDArray[np.float64]
 
 @dataclass(frozen=True, slots=True)
 class LowerBounds:
-    """One entry a candidate: seconds of a step in closed form, bytes above the memory of a GPU (negative: free),
-    seconds of a simulated step, of the longest period, and of the busiest rank's work, whatever the schedule."""
+    """One entry a candidate: seconds of what the search minimises, bytes above the memory of a GPU (negative: free),
+    seconds of a simulated step, and of the longest period of a row under 1F1B or GPipe."""
 
     step_s: Floats
     short_bytes: Floats
     simulated_s: Floats
     longest_s: Floats
-    works_s: Floats
+
+
+# What a row's priced layers depend on.
+_PRICED = ("tensor", "micro_batch_size", "sequence")
 
 
 def lower_bounds(space: Space, candidates: Candidates) -> LowerBounds:
     """Bounds of all ``candidates``, priced once for each value that differs."""
-    rows = len(candidates)
-    period, longest, backward = np.zeros(rows), np.zeros(rows), np.zeros(rows)
-    sends, lesser_share = np.zeros(rows), np.zeros(rows)
-    for where, strategy in _alike(candidates, ("tensor", "micro_batch_size")):
-        chain = space.chain(strategy.tensor, strategy.micro_batch_size)
+    base = candidates.base or candidates
+    short = _short_bytes(space, base)
+    parts = _parts(space, base, short <= 0)
+    exposed, tail, first_tail, even_tail = _data_axis(space, base, parts.backward_s, short <= 0)
+    parts = dataclasses.replace(parts, exposed_s=exposed, first_tail_s=first_tail, even_tail_s=even_tail)
+    step, simulated, bottleneck = _plain_bounds(base, parts, tail)
+    of = candidates.of
+    found = LowerBounds(*(values[of] for values in (step, short, simulated, bottleneck)))
+    rows = np.nonzero(candidates.listed & (found.short_bytes <= 0))[0]
+    if len(rows):
+        found.step_s[rows] = found.simulated_s[rows] = even_split_bounds(space, candidates, rows, parts)
+    return found
+
+
+def _parts(space: Space, base: Candidates, fits: NDArray[np.bool_]) -> Parts:
+    """What the layers of every row of ``base`` take, its data axis aside; 0 where no row of equal layers ``fits``."""
+    rows = len(base)
+    period, longest, backward, lesser_share = (np.zeros(rows) for _ in range(4))
+    send = np.zeros(rows)
+    for where, strategy in _alike(base, _PRICED):
+        if not fits[where].any():
+            continue
+        chain = space.chain_of(strategy)
         period[where] = chain.period[-1]
         backward[where] = chain.backward[-1]
         longest[where] = chain.longest_s
         lesser_share[where] = chain.lesser_share
-    far = candidates.data * candidates.tensor >= space.problem.cluster.gpus_per_node
-    for where, strategy in _alike(candidates, ("tensor", "micro_batch_size", "staged"), far):
-        sends[where] = 2 * (candidates.pipeline[where] - 1) * _least_send_s(space, strategy)
-    short = _short_bytes(space, candidates)
-    exposed, tail, first_tail, even_tail = _data_axis(space, candidates, backward, short <= 0)
+    far = base.data * base.tensor >= space.problem.cluster.gpus_per_node
+    for where, strategy in _alike(base, (*_PRICED, "staged"), far):
+        send[where] = _least_send_s(space, strategy)
+    none = np.zeros(rows)
+    return Parts(period, longest, backward, lesser_share, send, none, none, none)
+
+
+def _plain_bounds(base: Candidates, parts: Parts, tail_s: Floats) -> tuple[Floats, Floats, Floats]:
+    """The step in closed form, the simulated step and the longest period of every row under 1F1B or GPipe."""
+    sends = 2 * (base.pipeline - 1) * parts.send_s
     simulated = simulated_bound_s(
-        schedule=candidates.schedule,
-        stages=candidates.pipeline,
-        micro_batches=candidates.micro_batches,
-        period_s=period + exposed,
-        longest_s=longest,
+        schedule=base.schedule,
+        stages=base.pipeline,
+        micro_batches=base.micro_batches,
+        period_s=parts.period_s + parts.exposed_s,
+        longest_s=parts.longest_s,
         sends_s=sends,
         # Sharded weights are gathered in forward and in backward, so that shares are other than the layers' own.
-        lesser_share=np.where(exposed > 0, 0.5, lesser_share),
+        lesser_share=np.where(parts.exposed_s > 0, 0.5, parts.lesser_share),
     )
-    works = candidates.micro_batches.astype(float) * np.maximum((period + exposed) / candidates.pipeline, longest)
-    whole = period + sends + exposed
-    bottleneck = np.maximum(whole / candidates.pipeline, longest)
-    if candidates.schedule == "gpipe":  # its sends only lengthen the pipeline
-        bottleneck = longest
-    step = (candidates.micro_batches - 1) * bottleneck + whole + tail
-    simulated += np.where(candidates.pipeline > 1, first_tail, tail)
-    if np.any(candidates.other >= 0):
-        weights = _weight_gradients_s(space, candidates)
-        for name in ("interleaved", "zero_bubble"):
-            runs = candidates.runs(name)
-            step[runs], simulated[runs] = _listed_bounds(
-                candidates, runs, period + exposed, longest, sends, even_tail, weights
-            )
-    return LowerBounds(step, short, simulated, bottleneck, works)
-
-
-def _listed_bounds(
-    candidates: Candidates,
-    where: NDArray[np.bool_],
-    period_s: Floats,
-    longest_s: Floats,
-    sends_s: Floats,
-    tail_s: Floats,
-    weights_s: Floats,
-) -> tuple[Floats, Floats]:
-    """Interleaved: some rank works at least an even share, M (P / p); zero bubble: at least an even share of what its
-    closed form charges for V = P - W and for the weight gradients W. A micro-batch's whole way is a bound too."""
-    micro_batches, ranks = candidates.micro_batches[where], candidates.pipeline[where]
-    period, weights, sends = period_s[where], weights_s[where], sends_s[where]
-    works = micro_batches * np.maximum(period / ranks, longest_s[where])
-    way = period - weights
-    simulated = np.maximum(works, way + sends)
-    kept = np.maximum(1, micro_batches - ranks + 1)
-    split = way + sends + ((micro_batches - 1) * (way + sends) + kept * weights) / ranks
-    step = np.where(candidates.other[where] == SCHEDULES.index("interleaved"), works + sends, split)
-    return step + tail_s[where], simulated
-
-
-def _weight_gradients_s(space: Space, candidates: Candidates) -> Floats:
-    """Seconds of all layers' weight gradients a micro-batch."""
-    found = np.zeros(len(candidates))
-    for where, strategy in _alike(candidates, ("tensor", "micro_batch_size")):
-        kinds = space.kinds(strategy.tensor)
-        each = [
-            weight_gradient_s(kind, space.problem.cluster.device, micro_batch=strategy.micro_batch_size)
-            for kind in kinds
-        ]
-        found[where] = sum(each[layer.kind] for layer in space.problem.layers.layers)
-    return found
+    whole = parts.period_s + sends + parts.exposed_s
+    bottleneck = np.maximum(whole / base.pipeline, parts.longest_s)
+    if base.schedule == "gpipe":  # its sends only lengthen the pipeline
+        bottleneck = parts.longest_s
+    step = (base.micro_batches - 1) * bottleneck + whole + tail_s
+    return step, simulated + np.where(base.pipeline > 1, parts.first_tail_s, tail_s), bottleneck
 
 
 def _alike(
@@ -147,7 +130,7 @@ def _alike(
 
 def _least_send_s(space: Space, strategy: Strategy) -> float:
     """Seconds of the cheapest send between two stages."""
-    least = space.convex_chain(strategy.tensor, strategy.micro_batch_size).least_crossing
+    least = space.convex_chain(strategy).least_crossing
     if strategy.pipeline == 1 or math.isinf(least):
         return 0.0
     distance = strategy.data * strategy.tensor
@@ -161,10 +144,10 @@ def _data_axis(
     some stage has at least, the least tail of a layer that may come first, and an even share of all tails; 0 where no
     candidate of the same degrees ``fits``."""
     exposed, tail, first_tail, even = (np.zeros(len(candidates)) for _ in range(4))
-    for where, strategy in _alike(candidates, ("tensor", "data", "zero_stage")):
+    for where, strategy in _alike(candidates, ("tensor", "sequence", "data", "zero_stage")):
         if not fits[where].any():
             continue
-        elements, trainable = space.totals(strategy.tensor)
+        elements, trainable = space.totals(strategy)
         tables = space.tables(strategy)
         stages = candidates.pipeline[where]
         every, once = tables.least_data_axis(float(elements), float(trainable), backward_s[where])
@@ -194,9 +177,9 @@ def _short_bytes(space: Space, candidates: Candidates) -> Floats:
     """Bytes above the memory of a GPU that every candidate needs at least; negative where some are free."""
     capacity = space.problem.usable_bytes * (1 - MARGIN)
     short = np.zeros(len(candidates))
-    for where, strategy in _alike(candidates, ("tensor", "data", "zero_stage", "staged")):
+    for where, strategy in _alike(candidates, ("tensor", "sequence", "data", "zero_stage", "staged")):
         sizes, place = np.unique(candidates.micro_batch_size[where], return_inverse=True)
-        chains = [space.chain(strategy.tensor, int(size)) for size in sizes]
+        chains = [space.chain(strategy.tensor, int(size), sequence=strategy.sequence_parallel) for size in sizes]
         share, alone = (needed[place.reshape(-1)] for needed in _least_bytes(space, strategy, chains))
         fixed = space.states(strategy).fixed_bytes
         short[where] = fixed + np.maximum(share / candidates.pipeline[where], alone) - capacity
@@ -206,14 +189,14 @@ def _short_bytes(space: Space, candidates: Candidates) -> Floats:
 def least_bytes(space: Space, strategy: Strategy) -> tuple[float, float]:
     """Bytes that all stages of one rank hold at least, and that some stage holds for one layer; without what is there
     whatever the layers."""
-    chain = space.chain(strategy.tensor, strategy.micro_batch_size)
+    chain = space.chain_of(strategy)
     share, alone = _least_bytes(space, strategy, [chain])
     return float(share[0]), float(alone[0])
 
 
 def _least_bytes(space: Space, strategy: Strategy, chains: Sequence[Chain]) -> tuple[Floats, Floats]:
     """The same for each of some micro-batch sizes, given by their chains."""
-    states, (elements, trainable) = space.states(strategy), space.totals(strategy.tensor)
+    states, (elements, trainable) = space.states(strategy), space.totals(strategy)
     resident = states.per_element * elements + states.per_trainable * trainable
     saved = np.array([float(chain.least_saved[-1]) for chain in chains])
     share = resident + (1 + states.reserve) * np.maximum(saved, states.temporary_per_trainable * trainable)

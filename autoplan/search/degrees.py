@@ -1,24 +1,29 @@
-"""Every legal tuple of degrees, as columns: data x pipeline x tensor, ZeRO stage, micro-batch size, schedule.
+"""Every legal tuple of degrees, as columns: data x pipeline x tensor, sequence parallelism, ZeRO stage, micro-batch
+size, schedule, chunks a GPU.
 
 A plan may use fewer GPUs than offered as long as it keeps whole structure: a divisor of one node's GPUs, or whole
 nodes whose number divides the nodes. GPipe is listed only where it is forced or alone: under the closed form it takes
 the time of 1F1B and holds at least as many micro-batches, so it is never the better choice. Interleaved and zero-bubble
-schedules are listed where they are forced; a search that is free tries them last
-(:mod:`autoplan.search.other_schedules`).
+rows stand beside the 1F1B row of the same degrees where that waits for more than :data:`LEAST_BUBBLE` of its step with
+a micro-batch for every rank, or where they are forced. Chunks a GPU are the least that make the longest chunk as many
+layers, or as many of the most common layer, as it then has (:func:`chunk_counts`): more chunks of the same length only
+add sends.
 """
 
 from __future__ import annotations
 
+import functools
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from autoplan.cluster import Cluster
 from autoplan.plan import Strategy
-from autoplan.schedules import SCHEDULES
+from autoplan.schedules import EVENLY_SPLIT, SCHEDULES
 
 if TYPE_CHECKING:
     from autoplan.search.forced import Forced
@@ -26,15 +31,14 @@ if TYPE_CHECKING:
 
 Integers = NDArray[np.int64]
 
-# Chunks a GPU that are tried; more are legal where they are forced.
-VIRTUAL_STAGES = (2, 3, 4, 6, 8)
 # Where 1F1B's pipeline waits for less of its step, no schedule is faster than 1F1B by more than the search's tolerance.
 LEAST_BUBBLE = 0.02
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Candidates:
-    """Columns of equal length, one row a candidate."""
+    """Columns of equal length, one row a candidate; ``base`` has one row for every tuple of degrees whatever its
+    schedule, and ``of`` says which of those a row is."""
 
     data: Integers
     tensor: Integers
@@ -42,11 +46,13 @@ class Candidates:
     zero_stage: Integers
     micro_batch_size: Integers
     micro_batches: Integers
+    sequence: NDArray[np.bool_]
     schedule: str
     # Rows that run another schedule than ``schedule``: its position in :data:`schedules.SCHEDULES`, else -1.
     other: Integers
     virtual_stages: Integers
-    sequence: bool = False
+    of: Integers
+    base: Candidates | None = None
 
     def __len__(self) -> int:
         return len(self.data)
@@ -59,6 +65,11 @@ class Candidates:
     def staged(self) -> NDArray[np.bool_]:
         """Whether there is more than one stage."""
         return self.pipeline > 1
+
+    @property
+    def listed(self) -> NDArray[np.bool_]:
+        """Which rows run an interleaved or zero-bubble schedule."""
+        return self.other >= 0
 
     def schedule_of(self, index: int) -> str:
         """The schedule of row ``index``."""
@@ -79,7 +90,7 @@ class Candidates:
             micro_batch_size=int(self.micro_batch_size[index]),
             micro_batches=int(self.micro_batches[index]),
             schedule=self.schedule_of(index),
-            sequence_parallel=self.sequence and int(self.tensor[index]) > 1,
+            sequence_parallel=bool(self.sequence[index]),
         )
 
 
@@ -96,8 +107,11 @@ def whole_counts(cluster: Cluster) -> tuple[int, ...]:
     return tuple(sorted({*within, *across}))
 
 
-def enumerate_candidates(problem: Problem, forced: Forced, *, tensors: Iterable[int]) -> Candidates:
-    """All legal rows for tensor degrees ``tensors`` (legal ones), in an order that depends on nothing else."""
+def enumerate_candidates(
+    problem: Problem, forced: Forced, *, tensors: Iterable[int], shared: Iterable[int] = ()
+) -> Candidates:
+    """All legal rows for tensor degrees ``tensors`` (legal ones), those of ``shared`` over the sequence too, in an
+    order that depends on nothing else."""
     rows: list[tuple[int, ...]] = []
     tensors = tuple(tensors)
     for gpus in reversed(counts(problem, forced)):
@@ -105,19 +119,40 @@ def enumerate_candidates(problem: Problem, forced: Forced, *, tensors: Iterable[
         # A user who forces degrees and leaves data open means the rest of the GPUs for data.
         if rows and forced.names_a_degree and forced.data is None:
             break
-    table = _with_schedules(problem, forced, np.array(rows, dtype=np.int64).reshape(-1, 6))
-    data, tensor, pipeline, zero_stage, micro, micro_batches, other, virtual_stages = table.T
+    plain = np.array(rows, dtype=np.int64).reshape(-1, 6)
+    over = plain[np.isin(plain[:, 1], np.array(list(shared), dtype=np.int64))]
+    whole = plain[:0] if problem.sequence_forced else plain
+    table = np.concatenate((whole, over))
+    base = _candidates(
+        table,
+        sequence=np.arange(len(table)) >= len(whole),
+        schedule=_first_schedule(problem, forced),
+        other=np.full(len(table), -1),
+        virtual_stages=np.ones(len(table), dtype=np.int64),
+        of=np.arange(len(table)),
+    )
+    of, other, virtual_stages = _with_schedules(problem, forced, base)
+    return _candidates(
+        table[of],
+        sequence=base.sequence[of],
+        schedule=base.schedule,
+        other=other,
+        virtual_stages=virtual_stages,
+        of=of,
+        base=base,
+    )
+
+
+def _candidates(table: Integers, **columns: Any) -> Candidates:
+    data, tensor, pipeline, zero_stage, micro_batch_size, micro_batches = table.T
     return Candidates(
         data=data,
         tensor=tensor,
         pipeline=pipeline,
         zero_stage=zero_stage,
-        micro_batch_size=micro,
+        micro_batch_size=micro_batch_size,
         micro_batches=micro_batches,
-        schedule=_first_schedule(problem, forced),
-        other=other,
-        virtual_stages=virtual_stages,
-        sequence=problem.sequence,
+        **columns,
     )
 
 
@@ -129,24 +164,66 @@ def _first_schedule(problem: Problem, forced: Forced) -> str:
     return "1f1b" if "1f1b" in plain or not plain else plain[0]
 
 
-def _with_schedules(problem: Problem, forced: Forced, table: Integers) -> Integers:
-    """``table`` with the columns ``other`` and ``virtual_stages``: rows run the plain schedule, or what was forced."""
+def _with_schedules(problem: Problem, forced: Forced, base: Candidates) -> tuple[Integers, Integers, Integers]:
+    """Rows of ``base`` with the schedule and the chunks a GPU that each runs (columns ``other``, ``virtual_stages``):
+    the plain schedule and what may gain on it, or what was forced."""
+    every = np.arange(len(base))
     chunks = forced.virtual_stages or 1
-    if forced.pipeline == 1 or (forced.schedule not in ("interleaved", "zero_bubble") and chunks == 1):
-        return _columns(table, -1, 1)
-    name = forced.schedule or "interleaved"
-    tried = (chunks,) if forced.virtual_stages or name != "interleaved" else VIRTUAL_STAGES
-    pipeline, layers = table[:, 2], len(problem.layers.layers)
-    pieces = [
-        _columns(table[(pipeline > 1) & (pipeline * virtual <= layers)], SCHEDULES.index(name), virtual)
-        for virtual in tried
-    ]
-    return np.concatenate(pieces)
+    if forced.pipeline != 1 and (forced.schedule in EVENLY_SPLIT or chunks > 1):
+        name = forced.schedule or "interleaved"
+        return _joined(_under(problem, base, name, every[base.staged], forced.virtual_stages))
+    pieces = [(every, np.full(len(every), -1), np.ones(len(every), dtype=np.int64))]
+    if forced.schedule is None and forced.virtual_stages is None and not problem.stages and base.schedule == "1f1b":
+        worthwhile = every[gains(base)]
+        for name in EVENLY_SPLIT:
+            if name in problem.schedules:
+                pieces += _under(problem, base, name, worthwhile, None)
+    return _joined(pieces)
 
 
-def _columns(table: Integers, other: int, virtual_stages: int) -> Integers:
-    more = np.tile(np.array([other, virtual_stages], dtype=np.int64), (len(table), 1))
-    return np.concatenate((table, more), axis=1)
+def gains(rows: Candidates) -> NDArray[np.bool_]:
+    """Where 1F1B waits for more than :data:`LEAST_BUBBLE` of the step, with a micro-batch for every rank."""
+    ranks, micro_batches = rows.pipeline, rows.micro_batches
+    bubble = ranks - 1 > LEAST_BUBBLE * (micro_batches + ranks - 1)
+    return (ranks > 1) & (ranks <= micro_batches) & bubble
+
+
+Piece = tuple[Integers, Integers, Integers]
+
+
+def _under(problem: Problem, base: Candidates, name: str, rows: Integers, chunks: int | None) -> list[Piece]:
+    """``rows`` of ``base`` under a schedule, with ``chunks`` a GPU or all that are tried."""
+    graph, found = problem.layers, []
+    layers = len(graph.layers)
+    most_common = max(Counter(layer.kind for layer in graph.layers).values())
+    for ranks in np.unique(base.pipeline[rows]).tolist():
+        here = rows[base.pipeline[rows] == ranks]
+        tried: tuple[int, ...] = (chunks or 1,)
+        if name == "interleaved" and chunks is None:
+            tried = chunk_counts(ranks, layers=layers, most_common=most_common)
+        for virtual in tried:
+            if ranks * virtual <= layers:
+                other, each = np.full(len(here), SCHEDULES.index(name)), np.full(len(here), virtual)
+                found.append((here, other, each))
+    return found
+
+
+@functools.lru_cache(maxsize=4096)
+def chunk_counts(ranks: int, *, layers: int, most_common: int) -> tuple[int, ...]:
+    """Numbers of chunks a GPU, from 2: for every length of the longest chunk the least that reach it."""
+    most = layers // ranks
+    lengths = (
+        -(-number // (ranks * length)) for number in {layers, most_common} for length in range(1, number // ranks + 1)
+    )
+    return tuple(sorted({chunks for chunks in (*lengths, most) if 2 <= chunks <= most}))
+
+
+def _joined(pieces: list[Piece]) -> Piece:
+    none = np.zeros(0, dtype=np.int64)
+    of, other, virtual_stages = (
+        (np.concatenate((none, *columns)) for columns in zip(*pieces, strict=True)) if pieces else (none, none, none)
+    )
+    return of, other, virtual_stages
 
 
 def counts(problem: Problem, forced: Forced) -> tuple[int, ...]:

@@ -21,7 +21,7 @@ from autoplan.search import listed
 from autoplan.search.pricing import KindCosts
 from autoplan.search.space import Space
 from autoplan.search.tables import Tables
-from autoplan.search.timing import StageTimes
+from autoplan.search.timing import StageTimes, brief_step_s
 from autoplan.search.timing import step_s as whole_step_s
 
 _TIME_TERMS = (
@@ -78,8 +78,8 @@ class StageCosts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Evaluation:
-    """A decision, priced: ``objective_s`` is the closed form that the search minimises, ``step_s`` the simulated
-    step."""
+    """A decision, priced: ``objective_s`` is what the search minimises (:attr:`StageTimes.objective_s`), ``step_s`` the
+    simulated step."""
 
     strategy: Strategy
     stages: tuple[StageCosts, ...]
@@ -176,28 +176,41 @@ def evaluate_listed(
     step_s: StepTime = whole_step_s,
 ) -> Evaluation:
     """Price an interleaved or zero-bubble strategy whose ranks hold ``memories``; a stage's memory is its rank's."""
-    tables = space.tables(strategy)
+    stages, sends, times = listed_times(space, strategy, cuts, memories)
+    taken_s = step_s(times)
+    return Evaluation(
+        strategy=strategy,
+        stages=stages,
+        sends_s=sends,
+        objective_s=taken_s if step_s is brief_step_s else times.objective_s,
+        step_s=taken_s,
+        bubble_fraction=listed.bubble_fraction(times, taken_s),
+        times=times,
+    )
+
+
+def listed_times(
+    space: Space, strategy: Strategy, cuts: tuple[int, ...], memories: Sequence[listed.RankMemory]
+) -> tuple[tuple[StageCosts, ...], tuple[float, ...], StageTimes]:
+    """The stages of such a strategy, its sends, and what the simulator asks of them. Stages of equal layers under equal
+    policies are priced once."""
+    tables, kinds = space.tables(strategy), [layer.kind for layer in space.problem.layers.layers]
+    priced: dict[tuple[object, ...], StageCosts] = {}
     stages = []
     for stage, (first, end) in enumerate(itertools.pairwise(cuts)):
         memory = memories[schedules.rank_of_stage(stage, ranks=strategy.pipeline)]
-        policies = (memory.policy,) * (end - first)
-        stages.append(stage_costs(space, tables, stage, first, end, policies, memory_terms=memory.terms))
+        key = (memory.policy, *kinds[first:end], tables.tied_apart_s(first, end))
+        if key not in priced:
+            policies = (memory.policy,) * (end - first)
+            priced[key] = stage_costs(space, tables, stage, first, end, policies, memory_terms=memory.terms)
+        stages.append(dataclasses.replace(priced[key], first=first, end=end, memory_terms=memory.terms))
     sends = listed.sends_s(tables, cuts)
     times = dataclasses.replace(
         stage_times(strategy, stages, sends),
         weight_s=tuple(listed.weight_s(space, strategy, stage.kinds) for stage in stages),
         virtual_stages=strategy.virtual_stages,
     )
-    taken_s = step_s(times)
-    return Evaluation(
-        strategy=strategy,
-        stages=tuple(stages),
-        sends_s=sends,
-        objective_s=times.closed_form_s,
-        step_s=taken_s,
-        bubble_fraction=listed.bubble_fraction(times, taken_s),
-        times=times,
-    )
+    return tuple(stages), sends, times
 
 
 def stage_times(
@@ -228,7 +241,7 @@ def stage_costs(
     """Price layers ``first`` to ``end`` - 1 on ``stage`` under the given recompute policies. ``memory_terms``: those of
     the GPU where it holds other stages too."""
     strategy, problem = tables.strategy, space.problem
-    model = space.kinds(strategy.tensor)
+    model = space.kinds_of(strategy)
     indices = [layer.kind for layer in problem.layers.layers[first:end]]
     kinds = tuple(model[k] for k in indices)
     costs = [tables.chain.costs[k] for k in indices]

@@ -167,7 +167,7 @@ def experts_apart(space: Space, evaluation: Evaluation) -> Evaluation:
         evaluation,
         strategy=strategy,
         stages=stages,
-        objective_s=times.closed_form_s,
+        objective_s=times.objective_s,
         step_s=taken_s,
         bubble_fraction=max(0.0, 1 - busy / (len(stages) * taken_s)) if taken_s else 0.0,
         times=times,

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from autoplan.plan import Alternative, Strategy
-from autoplan.search.engine import Decision, Engine
+from autoplan.search.decisions import Decision
+from autoplan.search.engine import Engine
 from autoplan.search.evaluate import Evaluation, evaluate_decision, time_terms
 from autoplan.search.shortfall import Shortfall, nearest
 from autoplan.search.timing import brief_step_s

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from autoplan.errors import StrategyError
-from autoplan.schedules import SCHEDULES
+from autoplan.schedules import CHUNKED, EVENLY_SPLIT, SCHEDULES
 from autoplan.search.constraints import LIMITS
 from autoplan.search.degrees import divisors, tensor_degrees, whole_counts
 from autoplan.search.problem import Problem
@@ -171,11 +171,7 @@ def _check_pipeline(problem: Problem, forced: Forced) -> None:
 def _check_chunks(problem: Problem, forced: Forced) -> None:
     """Several stages a GPU need the interleaved schedule, a pipeline, and as many layers."""
     virtual, layers = forced.virtual_stages, len(problem.layers.layers)
-    if (
-        forced.schedule in ("interleaved", "zero_bubble")
-        and forced.pipeline is None
-        and min(problem.cluster.gpus, layers) == 1
-    ):
+    if forced.schedule in EVENLY_SPLIT and forced.pipeline is None and min(problem.cluster.gpus, layers) == 1:
         raise StrategyError(
             f"schedule {forced.schedule} needs a pipeline, and there is one "
             f"{'GPU' if problem.cluster.gpus == 1 else 'layer'}",
@@ -184,7 +180,7 @@ def _check_chunks(problem: Problem, forced: Forced) -> None:
         )
     if virtual is None or virtual == 1:
         return
-    if forced.schedule not in (None, "interleaved"):
+    if forced.schedule not in (None, *CHUNKED):
         raise StrategyError(
             f"virtual_stages {virtual} puts several stages on a GPU, and schedule {forced.schedule} has one",
             where="strategy key `virtual_stages`, `schedule`",
@@ -225,7 +221,7 @@ def _check_sequence(problem: Problem, forced: Forced) -> None:
 
 def _check_tensor(problem: Problem, forced: Forced) -> None:
     if forced.tensor and forced.tensor > 1:
-        problem.kinds(forced.tensor)  # raises with the reason
+        problem.kinds(forced.tensor, sequence=problem.sequence_forced)  # raises with the reason
 
 
 def _check_batch(problem: Problem, forced: Forced) -> None:

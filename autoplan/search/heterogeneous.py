@@ -20,12 +20,12 @@ from autoplan.cluster import Cluster
 from autoplan.cluster.mixed import join
 from autoplan.errors import AutoplanError, InfeasibleError, StrategyError
 from autoplan.search.constraints import with_limits
-from autoplan.search.engine import Engine, Found, preference
+from autoplan.search.engine import Engine, Found
 from autoplan.search.forced import read_forced
 from autoplan.search.heterogeneous_engine import MixedEngine, MixedFound
 from autoplan.search.heterogeneous_space import MixedSpace, open_mixed_space
 from autoplan.search.infeasible import infeasible
-from autoplan.search.over_sequence import with_shares
+from autoplan.search.preferences import preference
 from autoplan.search.problem import Problem, check
 from autoplan.search.shortfall import nearest
 from autoplan.search.solver import SolverName
@@ -38,12 +38,10 @@ _UNITS = {"fp8": "fp8", "mxfp8": "fp8", "nvfp4": "fp4"}
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Alone:
     """The search on one kind: ``groups`` are the positions of the groups whose GPUs it may use (all: at the pace of the
-    weakest). ``plain`` is the search without sequence parallelism, ``engine`` the one that ``found`` the plan; None:
-    nothing fits."""
+    weakest). ``found`` None: nothing fits."""
 
     name: str
     groups: tuple[int, ...]
-    plain: Engine
     engine: Engine
     found: Found | None
 
@@ -84,8 +82,7 @@ class Searched:
 
 
 def _step_s(found: Found | MixedFound) -> float:
-    """Another schedule than those that are proven may be chosen because it is shorter than all of them."""
-    return min(found.fastest.simulated_s, found.chosen.simulated_s)
+    return found.fastest.simulated_s
 
 
 def search_groups(problem: Problem, *, solver: SolverName | None, deadline: float, tolerance: float) -> Searched:
@@ -135,9 +132,8 @@ def _search_alone(
     return tuple(searched)
 
 
-def _alone(name: str, groups: tuple[int, ...], plain: Engine, tolerance: float) -> Alone:
-    engine, found = with_shares(plain, plain.run(tolerance), tolerance)
-    return Alone(name=name, groups=groups, plain=plain, engine=engine, found=found)
+def _alone(name: str, groups: tuple[int, ...], engine: Engine, tolerance: float) -> Alone:
+    return Alone(name=name, groups=groups, engine=engine, found=engine.run(tolerance))
 
 
 def _ways(cluster: Cluster, usable: tuple[int, ...]) -> Iterator[tuple[str, tuple[int, ...], Cluster]]:
@@ -164,7 +160,7 @@ def _narrowed(searched: Searched, tolerance: float) -> Searched:
     for each in searched.alone:
         room = limit_s / _step_s(each.found) - 1 if each.found is not None else 0.0
         if each.found is not None and 0 < room < tolerance * (1 - 1e-9):
-            each = _alone(each.name, each.groups, each.plain, room)
+            each = _alone(each.name, each.groups, each.engine, room)
         alone.append(each)
     return dataclasses.replace(searched, alone=tuple(alone))
 

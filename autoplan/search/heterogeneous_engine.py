@@ -10,11 +10,13 @@ from dataclasses import dataclass, field
 from functools import cached_property
 
 from autoplan.plan import Strategy
-from autoplan.search.engine import CONFIRMED, MOST_CONFIRMED, Counts, preference
+from autoplan.search.choice import CONFIRMED
+from autoplan.search.engine import MOST_CONFIRMED, Counts
 from autoplan.search.evaluate import Evaluation, StageCosts, StepTime, stage_costs, timed
 from autoplan.search.heterogeneous_seats import Seat, seats_of
 from autoplan.search.heterogeneous_space import GroupTables, MixedBound, MixedSpace, bound_of
 from autoplan.search.heterogeneous_split import Layout, floor_of, solve_seats
+from autoplan.search.preferences import preference
 from autoplan.search.solver import SolverName
 from autoplan.search.timing import StageTimes, brief_step_s, step_s
 

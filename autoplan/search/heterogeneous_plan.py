@@ -233,8 +233,7 @@ def _one_kind(way: Alone, chosen: bool) -> Way | None:
             return None
         return Way(name=way.name, chosen=False, strategy=short.strategy, figures=None, short=short, groups=groups)
     found = way.found
-    quicker = min((found.fastest, found.chosen), key=lambda decision: decision.simulated_s)
-    decision = found.chosen if chosen else quicker
+    decision = found.chosen if chosen else found.fastest
     space = way.engine.space.ordered(decision.order)
     figures = predicted(space, evaluate_decision(space, decision.strategy, decision.cuts, step_s=brief_step_s))
     return Way(name=way.name, chosen=chosen, strategy=decision.strategy, figures=figures, short=None, groups=groups)

@@ -139,8 +139,7 @@ class MixedSpace:
             return 0.0
         backward = np.array([self.work(strategy.tensor, strategy.micro_batch_size).backward_s])
         return min(
-            float(each.tables(strategy).least_data_axis(*each.totals(strategy.tensor), backward)[0][0])
-            for each in self.spaces
+            float(each.tables(strategy).least_data_axis(*each.totals(strategy), backward)[0][0]) for each in self.spaces
         )
 
     def _once_s(self, strategy: Strategy) -> float:
@@ -148,7 +147,7 @@ class MixedSpace:
         least = []
         for each in self.spaces:
             tables = each.tables(strategy)
-            elements, trainable = (total / strategy.pipeline for total in each.totals(strategy.tensor))
+            elements, trainable = (total / strategy.pipeline for total in each.totals(strategy))
             shown = tables.least_data_axis(elements, trainable, np.array([math.inf]))[1]
             least.append(float(shown[0]) + tables.optimizer_s(trainable))
         return min(least)
@@ -234,7 +233,7 @@ def slots(cluster: Cluster, data: int, tensor: int) -> int:
 def _offered(problem: Problem, forced: Forced) -> bool:
     """Whether pipelines over kinds run what is forced."""
     plain = forced.schedule in (None, "1f1b", "gpipe") and forced.virtual_stages in (None, 1)
-    return plain and not problem.sequence and problem.expert == 1
+    return plain and not problem.sequence_forced and problem.expert == 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

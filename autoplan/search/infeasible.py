@@ -11,7 +11,8 @@ from autoplan.errors import AutoplanError, InfeasibleError, StrategyError
 from autoplan.plan import Strategy
 from autoplan.search.conflicts import conflict, contradiction, without
 from autoplan.search.constraints import asked
-from autoplan.search.engine import Engine, solve_strategy
+from autoplan.search.decisions import solve_strategy
+from autoplan.search.engine import Engine
 from autoplan.search.evaluate import evaluate_decision
 from autoplan.search.families import gib
 from autoplan.search.problem import RECOMPUTE_POLICIES, ZERO_STAGES, Problem

@@ -9,6 +9,7 @@ the search's proof is over these splits, and a plan says so.
 
 from __future__ import annotations
 
+import bisect
 import functools
 import itertools
 import math
@@ -19,9 +20,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from autoplan import schedules
-from autoplan.cost_models import communication, schedule
+from autoplan.cost_models import communication
 from autoplan.cost_models.memory import layer_saved_bytes, stage_memory
-from autoplan.cost_models.weight_gradients import put_aside_bytes, weight_gradient_s
+from autoplan.cost_models.weight_gradients import put_aside_bytes
 from autoplan.layers.types import LayerKind
 from autoplan.plan import Strategy
 from autoplan.search.space import Space
@@ -29,8 +30,6 @@ from autoplan.search.tables import MARGIN, Tables
 from autoplan.search.timing import StageTimes
 
 Floats = NDArray[np.float64]
-
-LISTED = ("interleaved", "zero_bubble")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,7 +46,7 @@ class RankMemory:
 
 def is_listed(strategy: Strategy) -> bool:
     """Whether the strategy's stages are split here and not by the stage solver."""
-    return strategy.schedule in LISTED and strategy.pipeline > 1
+    return strategy.schedule in schedules.EVENLY_SPLIT and strategy.pipeline > 1
 
 
 def stages_of(strategy: Strategy) -> int:
@@ -62,7 +61,7 @@ def even_cuts(space: Space, strategy: Strategy) -> tuple[int, ...] | None:
     """The strategy's cuts: first layer of each stage and, last, the number of layers. None for too few layers."""
     if space.problem.stages:
         return space.problem.stages if len(space.problem.stages) == stages_of(strategy) + 1 else None
-    period = space.chain(strategy.tensor, strategy.micro_batch_size).period
+    period = space.chain_of(strategy).period
     return _most_even(period.tobytes(), stages_of(strategy))
 
 
@@ -93,21 +92,28 @@ def _most_even(period: bytes, stages: int) -> tuple[int, ...] | None:
 
 
 def _shortest_longest(prefix: Floats, stages: int) -> float:
-    """The least longest span of a split into at most ``stages``: bisected, and read off the split that it allows. Fewer
-    spans do, because splitting one makes none longer."""
-    low, high = float(np.diff(prefix).max()), float(prefix[-1])
-    found = high
-    while high - low > 1e-12 * high:
-        middle = (low + high) / 2
-        reached, longest, used = 0, 0.0, 0
-        while reached < len(prefix) - 1 and used < stages:
-            end = int(np.searchsorted(prefix, prefix[reached] + middle, side="right")) - 1
-            longest, reached, used = max(longest, float(prefix[end] - prefix[reached])), end, used + 1
-        if reached == len(prefix) - 1:
-            high, found = middle, longest
+    """The least longest span of a split into at most ``stages``. Fewer spans do, because splitting one makes none
+    longer. A length at which spans filled from the front don't reach the end rules out all up to the least by which one
+    of them grows; one at which they do is no less than the longest of them."""
+    sums = prefix.tolist()
+    low, high = float(np.diff(prefix).max()), sums[-1]
+    tried, halved = max(low, high / stages), True
+    while True:
+        reached, longest, grown, used = 0, 0.0, math.inf, 0
+        while reached < len(sums) - 1 and used < stages:
+            end = bisect.bisect_right(sums, sums[reached] + tried * (1 + 1e-12)) - 1
+            longest = max(longest, sums[end] - sums[reached])
+            if end < len(sums) - 1:
+                grown = min(grown, sums[end + 1] - sums[reached])
+            reached, used = end, used + 1
+        if reached == len(sums) - 1:
+            high = min(high, longest)
         else:
-            low = middle
-    return found
+            low = max(low, grown)
+        if low >= high * (1 - 1e-12):
+            return high
+        halved = not halved
+        tried = (low + high) / 2 if halved else low
 
 
 # --------------------------------------------------------------------------------------------------------------- memory
@@ -145,7 +151,7 @@ def total(terms: Mapping[str, float]) -> float:
 
 def _rank_terms(space: Space, strategy: Strategy, cuts: Sequence[int], rank: int, policy: str) -> dict[str, float]:
     """Bytes by term of a rank whose layers follow ``policy``, at the fullest of its moments."""
-    model, layers = space.kinds(strategy.tensor), space.problem.layers.layers
+    model, layers = space.kinds_of(strategy), space.problem.layers.layers
     spans = [
         (cuts[stage], cuts[stage + 1])
         for stage in schedules.stages_of_rank(rank, stages=stages_of(strategy), virtual_stages=strategy.virtual_stages)
@@ -208,48 +214,12 @@ def sends_s(tables: Tables, cuts: Sequence[int]) -> tuple[float, ...]:
     return tuple(found)
 
 
-def least_step_s(space: Space, strategy: Strategy) -> float:
-    """Seconds that the strategy's split takes at least: without recompute, with the waits that its schedule can't avoid
-    and the least tail of a rank. Cheap, to see what is not worth simulating; inf where there is no such split."""
-    cuts = even_cuts(space, strategy)
-    if cuts is None:
-        return math.inf
-    tables, model = space.tables(strategy), space.kinds(strategy.tensor)
-    chain, layers = tables.chain, space.problem.layers.layers
-    at = np.array(cuts)
-    forward, period = np.diff(chain.forward[at]), np.diff(chain.period[at])
-    kinds = [[model[layer.kind] for layer in layers[first:end]] for first, end in itertools.pairwise(cuts)]
-    first, end = at[:-1], at[1:]
-    elements, trainable = (
-        np.diff(values[at]) - chain.tied_surplus(first, end, trainable_only=only)
-        for values, only in ((chain.elements, False), (chain.trainable, True))
-    )
-    tails = np.zeros(len(kinds))
-    for stage, hiding in enumerate(np.diff(chain.backward[at])):
-        size = int(end[stage] - first[stage])
-        data = tables.data_axis(float(elements[stage]), float(trainable[stage]), size, backward_s=float(hiding))
-        tails[stage] = data.step_s + tables.optimizer_s(float(trainable[stage]))
-    least_tail_s = float(tails.reshape(strategy.virtual_stages, strategy.pipeline).sum(axis=0).min())
-    return least_tail_s + schedule.lower_bound_s(
-        strategy.schedule,
-        forward_s=forward.tolist(),
-        backward_s=(period - forward).tolist(),
-        send_s=sends_s(tables, cuts),
-        weight_s=[weight_s(space, strategy, chunk) for chunk in kinds],
-        micro_batches=strategy.micro_batches,
-        virtual_stages=strategy.virtual_stages,
-    )
-
-
 def weight_s(space: Space, strategy: Strategy, kinds: Sequence[LayerKind]) -> float:
     """Seconds of a stage's backward that weights' gradients take; 0 where the schedule does not split it."""
     if strategy.schedule != "zero_bubble":
         return 0.0
-    device = space.problem.cluster.device
-    each = {id(kind): (kind, sum(other is kind for other in kinds)) for kind in kinds}
-    return sum(
-        count * weight_gradient_s(kind, device, micro_batch=strategy.micro_batch_size) for kind, count in each.values()
-    )
+    seconds = dict(zip(map(id, space.kinds_of(strategy)), space.weight_gradients_s(strategy), strict=True))
+    return sum(seconds[id(kind)] for kind in kinds)
 
 
 def bubble_fraction(times: StageTimes, step_s: float) -> float:

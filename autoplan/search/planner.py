@@ -21,7 +21,6 @@ from autoplan.search.families import alternatives, best_of_families, family_of
 from autoplan.search.heterogeneous_plan import plan_of_groups
 from autoplan.search.infeasible import infeasible
 from autoplan.search.milp import default_solver
-from autoplan.search.over_sequence import with_shares
 from autoplan.search.problem import Problem
 from autoplan.search.solver import SolverName
 from autoplan.search.space import open_space
@@ -112,7 +111,7 @@ def _answer(problem: Problem, time_limit_s: float | None, solver: SolverName | s
         plan = plan_of_groups(problem, solver=chosen_solver, deadline=deadline, tolerance=tolerance, planned=_planned)
     else:
         engine = Engine(space=open_space(problem), solver=chosen_solver, deadline=deadline)
-        engine, found = with_shares(engine, engine.run(tolerance), tolerance)
+        found = engine.run(tolerance)
         if found is None:
             raise infeasible(engine)
         plan = _planned(engine, found)
@@ -189,8 +188,6 @@ def _certificate(found: Found, evaluation: Evaluation) -> Certificate:
     bound_s = min(found.simulated_bound_s, evaluation.step_s)
     simulated_gap = 1 - bound_s / evaluation.step_s if evaluation.step_s else 0.0
     gap = 0.0 if found.proven else (best_s - found.lower_bound_s) / best_s
-    if not found.proven and found.chosen.strategy.schedule != found.best.strategy.schedule:
-        gap = simulated_gap  # the closed form's proof is of another schedule
     return Certificate(
         status="optimal" if found.proven else "feasible",
         lower_bound_s=bound_s,

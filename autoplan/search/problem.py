@@ -35,7 +35,6 @@ class Problem:
     ``sequence_kinds(degree)``: like ``tensor_kinds`` under sequence parallelism, where layers hand each other shares of
     the sequence; it raises :class:`StrategyError` where no share can be made, and says why. ``sequence_edges(degree)``:
     ``layers.edges`` then, with the bytes that one rank sends. None where sequence parallelism is not offered.
-    ``over_sequence``: candidates with a tensor axis are sequence parallel though nobody forced it.
     ``expert``: ranks that the kinds' experts are spread over (:mod:`autoplan.search.expert`).
     """
 
@@ -62,35 +61,34 @@ class Problem:
     sequence_kinds: Callable[[int], tuple[LayerKind, ...]] | None = None
     sequence_edges: Callable[[int], tuple[Edge, ...]] | None = None
     expert: int = 1
-    over_sequence: bool = False
 
     @property
     def usable_bytes(self) -> float:
         """What a plan may fill of a GPU's memory."""
         return self.cluster.device.memory_bytes * (1 - self.memory_headroom)
 
-    def kinds(self, degree: int) -> tuple[LayerKind, ...]:
-        """Layer kinds under ``degree``; the model's own for 1."""
+    def kinds(self, degree: int, *, sequence: bool = False) -> tuple[LayerKind, ...]:
+        """Layer kinds under ``degree``, with ``sequence`` under sequence parallelism too; the model's own for 1."""
         if degree == 1:
             return self.layers.kinds
-        if self.sequence and self.sequence_kinds is not None:
+        if sequence and self.sequence_kinds is not None:
             return self.sequence_kinds(degree)
         return self.tensor_kinds(degree)
 
     @property
-    def sequence(self) -> bool:
-        """Whether candidates with a tensor axis are sequence parallel: where that is forced, or asked for."""
-        return self.over_sequence or self.sequence_forced
+    def sequence_open(self) -> bool:
+        """Whether candidates with a tensor axis come with and without sequence parallelism."""
+        return self.sequence_kinds is not None and "sequence_parallel" not in self.forced
 
     @property
     def sequence_forced(self) -> bool:
         """Whether the user wants sequence parallelism, and so a tensor axis."""
         return str(self.forced.get("sequence_parallel")).lower() == "true"
 
-    def layers_under(self, degree: int) -> LayerGraph:
+    def layers_under(self, degree: int, *, sequence: bool) -> LayerGraph:
         """The layers with the bytes that one rank sends. Of a model that is no chain the whole values, which is more
         than is sent under sequence parallelism."""
-        if degree == 1 or not self.sequence or self.sequence_edges is None or not is_chain(self.layers):
+        if degree == 1 or not sequence or self.sequence_edges is None or not is_chain(self.layers):
             return self.layers
         return dataclasses.replace(self.layers, edges=self.sequence_edges(degree))
 

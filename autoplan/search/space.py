@@ -10,6 +10,7 @@ from functools import cached_property
 
 from autoplan.cost_models.memory import count_elements
 from autoplan.cost_models.recipes import Recipe, recipe
+from autoplan.cost_models.weight_gradients import weight_gradient_s
 from autoplan.errors import StrategyError
 from autoplan.layers.order import reordered
 from autoplan.layers.types import LayerKind
@@ -30,13 +31,14 @@ class Space:
 
     problem: Problem
     forced: Forced
-    _kinds: dict[int, tuple[LayerKind, ...]] = field(default_factory=dict)
+    _kinds: dict[tuple[int, bool], tuple[LayerKind, ...]] = field(default_factory=dict)
     _states: dict[tuple[int, int, bool, bool], StateCosts] = field(default_factory=dict)
-    _totals: dict[int, tuple[int, int]] = field(default_factory=dict)
-    _priced: dict[int, Kinds] = field(default_factory=dict)
+    _totals: dict[tuple[int, bool], tuple[int, int]] = field(default_factory=dict)
+    _priced: dict[tuple[int, bool], Kinds] = field(default_factory=dict)
+    _weight_gradients: dict[tuple[int, int, bool], tuple[float, ...]] = field(default_factory=dict)
     # What follows is of one order of the layers, and not shared with those of another.
-    _chains: dict[tuple[int, int], Chain] = field(default_factory=dict, init=False)
-    _convex: dict[tuple[int, int], DownSetChain] = field(default_factory=dict, init=False)
+    _chains: dict[tuple[int, int, bool], Chain] = field(default_factory=dict, init=False)
+    _convex: dict[tuple[int, int, bool], DownSetChain] = field(default_factory=dict, init=False)
     _ordered: dict[tuple[int, ...], Space] = field(default_factory=dict, init=False)
 
     @cached_property
@@ -46,7 +48,8 @@ class Space:
     @cached_property
     def candidates(self) -> Candidates:
         """Every legal tuple of degrees."""
-        return allowed(self.problem, enumerate_candidates(self.problem, self.forced, tensors=self.tensors))
+        found = enumerate_candidates(self.problem, self.forced, tensors=self.tensors, shared=self.shared)
+        return allowed(self.problem, found)
 
     @cached_property
     def tensors(self) -> tuple[int, ...]:
@@ -54,12 +57,26 @@ class Space:
         return tuple(d for d in tensor_degrees(self.problem, self.forced) if d not in self.refused)
 
     @cached_property
+    def shared(self) -> tuple[int, ...]:
+        """Those of them under which layers may hand each other shares of the sequence, where that is not ruled out."""
+        if self.problem.sequence_forced:
+            return self.tensors
+        return tuple(d for d in self.tensors if d > 1 and self.problem.sequence_open and self._shares_sequence(d))
+
+    def _shares_sequence(self, degree: int) -> bool:
+        try:
+            self.kinds(degree, sequence=True)
+        except StrategyError:
+            return False
+        return True
+
+    @cached_property
     def refused(self) -> dict[int, str]:
         """Tensor degrees that the model does not allow, and why."""
         reasons: dict[int, str] = {}
         for degree in tensor_degrees(self.problem, self.forced):
             try:
-                self.kinds(degree)
+                self.kinds(degree, sequence=self.problem.sequence_forced)
             except StrategyError as error:
                 reasons[degree] = error.what
         return reasons
@@ -71,11 +88,20 @@ class Space:
             return (self.forced.recompute,)
         return ("none", *(p for p in self.problem.recompute_policies if p != "none"))
 
-    def kinds(self, tensor: int) -> tuple[LayerKind, ...]:
-        """Layer kinds under a tensor degree; raises :class:`StrategyError`."""
-        if tensor not in self._kinds:
-            self._kinds[tensor] = self.problem.kinds(tensor)
-        return self._kinds[tensor]
+    def kinds(self, tensor: int, *, sequence: bool = False) -> tuple[LayerKind, ...]:
+        """Layer kinds under a tensor degree, and sequence parallelism; raises :class:`StrategyError`."""
+        key = (tensor, sequence)
+        if key not in self._kinds:
+            self._kinds[key] = self.problem.kinds(tensor, sequence=sequence)
+        return self._kinds[key]
+
+    def kinds_of(self, strategy: Strategy) -> tuple[LayerKind, ...]:
+        """Layer kinds under ``strategy``."""
+        return self.kinds(strategy.tensor, sequence=strategy.sequence_parallel)
+
+    def chain_of(self, strategy: Strategy) -> Chain:
+        """The priced layers under ``strategy``."""
+        return self.chain(strategy.tensor, strategy.micro_batch_size, sequence=strategy.sequence_parallel)
 
     @cached_property
     def down_sets(self) -> DownSets | None:
@@ -96,9 +122,10 @@ class Space:
             self._ordered[order] = dataclasses.replace(self, problem=problem)
         return self._ordered[order]
 
-    def convex_chain(self, tensor: int, micro_batch: int) -> Chain:
+    def convex_chain(self, strategy: Strategy) -> Chain:
         """The priced layers with every convex cut: of the given order alone where there are no others."""
-        chain, key = self.chain(tensor, micro_batch), (tensor, micro_batch)
+        chain, micro_batch = self.chain_of(strategy), strategy.micro_batch_size
+        key = (strategy.tensor, micro_batch, strategy.sequence_parallel)
         if self.down_sets is None:
             return chain
         if key not in self._convex:
@@ -107,31 +134,42 @@ class Space:
 
     def convex_tables(self, strategy: Strategy, *, period_limit_s: float = math.inf) -> Tables:
         """The arcs of ``strategy`` between any two convex cuts."""
-        chain = self.convex_chain(strategy.tensor, strategy.micro_batch_size)
+        chain = self.convex_chain(strategy)
         return dataclasses.replace(self.tables(strategy, period_limit_s=period_limit_s), chain=chain)
 
-    def chain(self, tensor: int, micro_batch: int) -> Chain:
+    def chain(self, tensor: int, micro_batch: int, *, sequence: bool = False) -> Chain:
         """The priced layers."""
-        key = (tensor, micro_batch)
+        key = (tensor, micro_batch, sequence)
         if key not in self._chains:
-            layers = self.problem.layers_under(tensor)
-            self._chains[key] = build_chain(
-                layers, self._kinds_to_price(tensor), policies=self.policies, samples=micro_batch
-            )
+            layers, kinds = self.problem.layers_under(tensor, sequence=sequence), self._kinds_to_price(tensor, sequence)
+            self._chains[key] = build_chain(layers, kinds, policies=self.policies, samples=micro_batch)
         return self._chains[key]
 
-    def _kinds_to_price(self, tensor: int) -> Kinds:
-        if tensor not in self._priced:
-            self._priced[tensor] = Kinds(kinds=self.kinds(tensor), cluster=self.problem.cluster, tensor=tensor)
-        return self._priced[tensor]
+    def _kinds_to_price(self, tensor: int, sequence: bool) -> Kinds:
+        key = (tensor, sequence)
+        if key not in self._priced:
+            kinds = self.kinds(tensor, sequence=sequence)
+            self._priced[key] = Kinds(kinds=kinds, cluster=self.problem.cluster, tensor=tensor)
+        return self._priced[key]
 
-    def totals(self, tensor: int) -> tuple[int, int]:
+    def totals(self, strategy: Strategy) -> tuple[int, int]:
         """Distinct parameter elements of the model on one tensor rank, and those that train."""
-        if tensor not in self._totals:
-            kinds = self.kinds(tensor)
+        key = (strategy.tensor, strategy.sequence_parallel)
+        if key not in self._totals:
+            kinds = self.kinds_of(strategy)
             counted = count_elements([kinds[layer.kind] for layer in self.problem.layers.layers])
-            self._totals[tensor] = counted.total, counted.trainable
-        return self._totals[tensor]
+            self._totals[key] = counted.total, counted.trainable
+        return self._totals[key]
+
+    def weight_gradients_s(self, strategy: Strategy) -> tuple[float, ...]:
+        """Seconds of one micro-batch's backward of each kind that weights' gradients take."""
+        key = (strategy.tensor, strategy.micro_batch_size, strategy.sequence_parallel)
+        if key not in self._weight_gradients:
+            device, micro_batch = self.problem.cluster.device, strategy.micro_batch_size
+            self._weight_gradients[key] = tuple(
+                weight_gradient_s(kind, device, micro_batch=micro_batch) for kind in self.kinds_of(strategy)
+            )
+        return self._weight_gradients[key]
 
     def states(self, strategy: Strategy) -> StateCosts:
         """Bytes a parameter under ``strategy``."""
@@ -143,7 +181,7 @@ class Space:
     def tables(self, strategy: Strategy, *, period_limit_s: float = math.inf) -> Tables:
         """The arcs of ``strategy``."""
         return Tables(
-            chain=self.chain(strategy.tensor, strategy.micro_batch_size),
+            chain=self.chain_of(strategy),
             strategy=strategy,
             cluster=self.problem.cluster,
             recipe=self.recipe,

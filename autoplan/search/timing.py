@@ -53,10 +53,8 @@ class StageTimes:
 
     @property
     def closed_form_s(self) -> float:
-        """(M - 1) max period + sum of periods + max tail, with sends as in :mod:`autoplan.search.tables`; for other
-        schedules than GPipe and 1F1B that of :mod:`autoplan.cost_models.schedule`."""
-        if self.schedule not in _CLOCKS:
-            return self._listed_closed_form_s
+        """Under GPipe and 1F1B: (M - 1) max period + sum of periods + max tail, with sends as in
+        :mod:`autoplan.search.tables`."""
         periods = [f + b for f, b in zip(self.forward_s, self.backward_s, strict=True)]
         into, out = (0.0, *self.send_s), (*(self.sent_s or self.send_s), 0.0)
         costs = [period + (a + b) for period, a, b in zip(periods, into, out, strict=True)]
@@ -64,20 +62,25 @@ class StageTimes:
         return (self.micro_batches - 1) * longest + sum(costs) + max(self.tail_s)
 
     @property
-    def _listed_closed_form_s(self) -> float:
-        backward = self.backward_s
-        if self.schedule == "zero_bubble":  # a send holds up every micro-batch, as under 1F1B
-            into, out = (0.0, *self.send_s), (*(self.sent_s or self.send_s), 0.0)
-            backward = tuple(b + (i + o) for b, i, o in zip(backward, into, out, strict=True))
-        return schedule.closed_form_s(
+    def objective_s(self) -> float:
+        """What the search minimises: the closed form under GPipe and 1F1B, else the simulated step."""
+        return self.closed_form_s if self.schedule in _CLOCKS else brief_step_s(self)
+
+    @property
+    def least_s(self) -> float:
+        """Seconds that a step under another schedule than GPipe and 1F1B takes at least, without simulating it."""
+        steps_s = schedule.lower_bound_s(
             self.schedule,
             forward_s=self.forward_s,
-            backward_s=backward,
-            send_s=self.send_s if self.schedule == "interleaved" and self.ranks > 1 else (),
+            backward_s=self.backward_s,
+            send_s=self.send_s,
             weight_s=self.weight_s,
             micro_batches=self.micro_batches,
             virtual_stages=self.virtual_stages,
-        ) + float(np.max(self.rank_tails_s))
+        )
+        # The first rank of an interleaved pipeline ends last, its tail aside.
+        tails = self.rank_tails_s
+        return steps_s + float(tails[0] if self.schedule == "interleaved" else tails.min())
 
     @property
     def rank_tails_s(self) -> Floats:

@@ -24,11 +24,11 @@ from autoplan.cluster import Cluster
 from autoplan.errors import InfeasibleError, StrategyError
 from autoplan.layers.types import Edge, Layer, LayerGraph, LayerKind
 from autoplan.plan import Strategy
-from autoplan.search.engine import SHARDING_TOLERANCE, TOLERANCE, Engine
+from autoplan.search.choice import SHARDING_TOLERANCE
+from autoplan.search.engine import TOLERANCE, Engine
 from autoplan.search.evaluate import Evaluation, evaluate_decision, evaluate_stages
 from autoplan.search.infeasible import infeasible
 from autoplan.search.listed import even_cuts, rank_memories
-from autoplan.search.over_sequence import with_shares
 from autoplan.search.problem import RECOMPUTE_POLICIES, Problem
 from autoplan.search.space import Space, open_space
 from tests.regression.peaks import loss_of, with_loss
@@ -175,8 +175,8 @@ def _edges(shape: Shape, row: float) -> tuple[Edge, ...]:
 def answer(question: Question) -> Answer:
     """Search, and price what was published. Raises :class:`InfeasibleError` where nothing fits."""
     space = open_space(question.problem)
-    plain = Engine(space=space, solver=None)
-    engine, found = with_shares(plain, plain.run(), TOLERANCE)
+    engine = Engine(space=space, solver=None)
+    found = engine.run()
     if found is None:
         raise infeasible(engine)
     chosen, fastest = (
@@ -185,7 +185,7 @@ def answer(question: Question) -> Answer:
     return Answer(
         question=question,
         chosen=chosen,
-        fastest_s=min(chosen.step_s, fastest.step_s),  # other schedules than 1F1B are tried after the search
+        fastest_s=fastest.step_s,
         published=tuple(sorted((price(space, run) for run in question.runs), key=lambda priced: priced.step_s)),
     )
 

@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 
 from autoplan.plan import Strategy
 from autoplan.search.blocks import BlockBounds
-from autoplan.search.engine import Engine, solve_strategy
+from autoplan.search.decisions import solve_strategy
+from autoplan.search.engine import Engine
 from autoplan.search.evaluate import evaluate_decision
 from autoplan.search.space import Space, open_space
 from tests.support.layer_graphs import Dense, cluster, problem

@@ -23,7 +23,8 @@ from autoplan.search import search
 from autoplan.search.bounds import lower_bounds
 from autoplan.search.dag import down_sets, is_branching
 from autoplan.search.dag_transfers import transfers
-from autoplan.search.engine import Engine, _solve, solve_strategy
+from autoplan.search.decisions import _solve, solve_strategy
+from autoplan.search.engine import Engine
 from autoplan.search.evaluate import evaluate_decision, stage_costs
 from autoplan.search.problem import Problem
 from autoplan.search.space import Space, open_space

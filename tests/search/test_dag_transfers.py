@@ -20,7 +20,7 @@ from autoplan.passes.split_stages import split_stages
 from autoplan.plan import Strategy
 from autoplan.search.axes import axes
 from autoplan.search.dag_transfers import crossing, is_chain, transfers
-from autoplan.search.engine import solve_strategy
+from autoplan.search.decisions import solve_strategy
 from autoplan.search.evaluate import evaluate_decision
 from autoplan.search.space import Space, open_space
 from tests.support import branching_models, models

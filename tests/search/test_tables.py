@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from autoplan.cost_models.memory import stage_memory
 from autoplan.plan import Strategy
 from autoplan.search.arcs import StageArcs
-from autoplan.search.engine import solve_strategy
+from autoplan.search.decisions import solve_strategy
 from autoplan.search.evaluate import evaluate_decision, stage_costs, stage_times
 from autoplan.search.space import Space, open_space
 from tests.support.layer_graphs import Dense, cluster, problem
