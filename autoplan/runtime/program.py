@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ from autoplan.plan import Plan
 from autoplan.runtime.build import Builder, check_executable
 from autoplan.runtime.code import stage_code
 from autoplan.runtime.faults import RankFault
+from autoplan.runtime.initialise import Initialised
 from autoplan.runtime.launch import ensure_process_group, how_to_launch
 from autoplan.runtime.loader import PlannedLoader, loader_options
 from autoplan.runtime.rank_part import RankPart
@@ -152,6 +153,16 @@ class Program:
         """Take this rank's part of whole tensors under the user's names."""
         self._rank_part().state.load_state_dict(state)
 
+    def initialise(self, model: nn.Module, *, seed: int, init: Callable[[nn.Module], None] | None = None) -> None:
+        """Give a model on meta its first values: each rank makes the modules of its own stages one at a time, keeps its
+        part, and all plans get the same weights from one ``seed``.
+
+        ``model``: what was compiled. ``init`` initialises one module's own parameters, as for ``model.apply(init)``;
+        without, transformers' ``_init_weights`` or the modules' ``reset_parameters`` do. Raises StrategyError naming a
+        module that has neither.
+        """
+        self._rank_part().state.fill(Initialised(model, seed=seed, init=init))
+
     def gradients(self) -> dict[str, Tensor]:
         """Whole gradients under the user's names, on every rank (a collective): for checks, not for speed."""
         return self._rank_part().state.gradients()
@@ -225,14 +236,14 @@ class Program:
 
 
 def _require_values(capture: Capture) -> None:
-    tensors = (*capture.graph_module.named_parameters(), *capture.graph_module.named_buffers())
-    without = [name for name, tensor in tensors if tensor.is_meta]
+    """Parameters may be on meta until they are loaded; buffers may not, because some are in no file."""
+    without = [name for name, tensor in capture.graph_module.named_buffers() if tensor.is_meta]
     if without:
         raise StrategyError(
-            f"{len(without)} of the model's tensors are on `meta` and have no values, `{without[0]}` first",
+            f"{len(without)} of the model's buffers are on `meta` and have no values, `{without[0]}` first",
             where="model",
-            legal="plans for models on meta; steps for models with weights",
-            attempt="build the model on a real device (model.to_empty(device=...) and initialise it) and compile again",
+            legal="plans for models on meta; programs of models whose parameters alone are on meta",
+            attempt="build the model under autoplan.empty_weights() instead of torch.device('meta')",
         )
 
 

@@ -119,7 +119,7 @@ def test_local_batches_of_unequal_size_are_refused_on_every_rank() -> None:
     [
         ({"data": 2, "zero_stage": 4}, "zero_stage = 4 cannot be executed"),
         ({"virtual_stages": 2}, "virtual_stages = 2"),
-        ({"context": 2}, "context = 2"),
+        ({"context": 2}, "context 2 splits the sequence"),
         ({"schedule": "looped_bfs"}, "schedule 'looped_bfs'"),
     ],
 )
