@@ -99,20 +99,23 @@ class _NoAutoplan(MetaPathFinder):
             raise ModuleNotFoundError(f"an emitted program imports {name}")
 
 
-def run_emitted(rank: int, ranks: int, folder: Path, batch: dict[str, Tensor]) -> list[float]:
-    """Three steps of the folder's program in this forked rank; the weights go to ``folder/trained``."""
+def run_emitted(
+    rank: int, ranks: int, folder: Path, batch: dict[str, Tensor], train: Callable[..., Any] | None = None
+) -> Any:
+    """``train(folder, batch)`` of the folder's program in this forked rank: three steps unless given, whose weights go
+    to ``folder/trained``."""
     known = {name: sys.modules.pop(name) for name in [*sys.modules] if name.split(".")[0] in _ABSENT}
     sys.meta_path.insert(0, _NoAutoplan())
     sys.path.insert(0, str(folder))
     try:
-        return train_emitted(folder, batch)
+        return (train or train_emitted)(folder, batch)
     finally:  # the rank reports with autoplan's own errors
         sys.meta_path.pop(0)
         sys.modules.update(known)
 
 
-def train_emitted(folder: Path, batch: dict[str, Tensor]) -> list[float]:
-    program = importlib.import_module("program").Program(folder / "weights")
+def train_emitted(folder: Path, batch: dict[str, Tensor], compiler: str | None = None) -> list[float]:
+    program = importlib.import_module("program").Program(folder / "weights", compiler=compiler)
     optimizer = torch.optim.AdamW(program.parameters(), lr=LEARNING_RATE)
     losses = []
     for _ in range(STEPS):
@@ -180,6 +183,46 @@ def test_an_emitted_program_trains_to_the_single_process_numbers(
     for name in trained:
         bound = 1e-10 * (expected[name].norm() + LEARNING_RATE * expected[name].numel() ** 0.5)
         assert (found[name] - expected[name]).norm() <= bound, name
+
+
+@pytest.mark.wide
+@pytest.mark.parametrize(
+    ("model_name", "strategy_name", "compiler"),
+    [("gpt2", "pp2-recompute", "aot_eager"), ("llama", "tp2-selective", "aot_eager"), ("gpt2", "dp2", "inductor")],
+)
+def test_compiled_stages_train_to_the_same_numbers(
+    model_name: str, strategy_name: str, compiler: str, tmp_path: Path
+) -> None:
+    program, model, batch = compiled(MODELS[model_name], STRATEGIES[strategy_name])
+    folder = program.emit(tmp_path / "emitted")
+    expected, _ = single_process(model, batch)
+
+    def train(folder: Path, batch: dict[str, Tensor]) -> tuple[list[float], int]:
+        from torch._dynamo.utils import counters
+
+        losses = train_emitted(folder, batch, compiler)
+        return losses, counters["stats"]["unique_graphs"]
+
+    for losses, graphs in run_ranks(run_emitted, program.plan.gpus, folder, batch, train):
+        assert losses == pytest.approx(expected, rel=1e-10)
+        assert graphs > 0  # something was compiled
+
+
+@pytest.mark.parametrize("strategy_name", ["dp2", "dp2-pp2-zero1"])
+def test_gradients_add_up_over_steps_as_in_torch(strategy_name: str, tmp_path: Path) -> None:
+    program, _, batch = compiled(MODELS["gpt2"], STRATEGIES[strategy_name])
+    folder = program.emit(tmp_path / "emitted")
+
+    def train(folder: Path, batch: dict[str, Tensor]) -> list[tuple[Tensor, Tensor]]:
+        program = importlib.import_module("program").Program(folder / "weights")
+        program.step(batch)
+        once = [parameter.grad.clone() for parameter in program.parameters()]
+        program.step(batch)
+        return list(zip(once, [parameter.grad for parameter in program.parameters()], strict=True))
+
+    for pairs in run_ranks(run_emitted, program.plan.gpus, folder, batch, train):
+        for once, twice in pairs:
+            assert torch.allclose(twice, 2 * once, rtol=1e-10, atol=1e-12)
 
 
 # ------------------------------------------------------------------------------------------------------ the folder
