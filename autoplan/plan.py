@@ -437,6 +437,11 @@ class Plan:
 
         return explain(self)
 
+    def _repr_html_(self) -> str:
+        from autoplan.report.notebook import plan_html  # reports read plans; a notebook asks plans to show themselves
+
+        return plan_html(self)
+
 
 @functools.cache
 def _adapter() -> TypeAdapter[Plan]:

@@ -21,6 +21,7 @@ from autoplan.errors import ModelError
 
 SEQUENCE_CAP = 4096
 IMAGE_SIZE = 224
+_MOST_LAYERS = 10_000  # of a config's: more are a mistake, and building them takes hours
 _LEARNED_POSITIONS = ("wpe", "position_embeddings", "embed_positions", "position_embedding")
 
 
@@ -34,6 +35,8 @@ def parse_config(text: str, *, where: str) -> Any:
             where=f"{where}:{error.lineno}:{error.colno}",
             attempt="mend that line, or start from a preset's config (`autoplan models`)",
         ) from None
+    except (ValueError, RecursionError) as error:  # a number of thousands of digits, brackets without end
+        raise ModelError(f"malformed config: {error}", where=where) from None
     if not isinstance(data, dict):
         raise ModelError(
             f"malformed config: it holds a {type(data).__name__}, not an object",
@@ -55,6 +58,9 @@ def parse_config(text: str, *, where: str) -> Any:
         except Exception as error:  # transformers validates with many types of its own
             raise _unbuildable(error, where) from None
     _turn_cache_off(config)
+    layers = getattr(config.get_text_config(), "num_hidden_layers", 0)
+    if isinstance(layers, int) and layers > _MOST_LAYERS:
+        raise ModelError(f"malformed config: {layers:,} layers", where=where, legal=f"at most {_MOST_LAYERS:,}")
     return config
 
 

@@ -28,16 +28,17 @@ _TEMPLATE, _SCRIPT = "page.html.j2", "script.js.j2"
 
 def page(plan: Plan) -> str:
     """The page's text."""
-    return _template().render(_facts(plan)) + "\n"
+    return template(_TEMPLATE).render(_facts(plan)) + "\n"
 
 
 @functools.cache
-def _template() -> Template:
+def template(name: str) -> Template:
+    """The template of that file name, which escapes whatever it is given."""
     environment = Environment(
         loader=FunctionLoader(_read), autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
     )
     environment.filters |= {"seconds": seconds, "size": size, "count": count, "percent": percent, "words": _words}
-    return environment.get_template(_TEMPLATE)
+    return environment.get_template(name)
 
 
 def _read(name: str) -> str:
@@ -54,7 +55,7 @@ def _facts(plan: Plan) -> dict[str, Any]:
         "plan": plan,
         "decision": " ".join(reasons.decision(plan)[1:]),
         "proof": " ".join(reasons.proof(plan)[1:]),
-        "stages": [_stage(plan, index, stage) for index, stage in enumerate(plan.stages)],
+        "stages": stage_rows(plan),
         "groups": [(kind, label) for kind, label, _ in drawing.GROUPS] + [drawing.ELSE],
         "memory_terms": _memory_terms(plan),
         "time_terms": [(name, value) for name, value in plan.predicted.time_terms.items() if value > 0],
@@ -71,6 +72,11 @@ def _facts(plan: Plan) -> dict[str, Any]:
         "width": drawing.WIDTH,
         "row": drawing.ROW,
     }
+
+
+def stage_rows(plan: Plan) -> list[dict[str, Any]]:
+    """Each stage as the templates show it."""
+    return [_stage(plan, index, stage) for index, stage in enumerate(plan.stages)]
 
 
 def _stage(plan: Plan, index: int, stage: Stage) -> dict[str, Any]:

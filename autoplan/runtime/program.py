@@ -190,6 +190,11 @@ class Program:
         at = strategy.coordinates(rank)
         return stage_code(self._builder.graphs(at.tensor), strategy, rank)
 
+    def _repr_html_(self) -> str:
+        from autoplan.report.notebook import program_html  # a room behind this one, for notebooks alone
+
+        return program_html(self)
+
     @property
     def peak_in_flight(self) -> int:
         """The most micro-batches whose activations this rank held at once in the latest step."""

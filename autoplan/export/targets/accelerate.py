@@ -90,7 +90,7 @@ def read(text: str) -> Imported:
         return value
 
     gpus = config.get("num_processes")
-    gpus = gpus if isinstance(gpus, int) and gpus > 0 else None
+    gpus = gpus if isinstance(gpus, int) and not isinstance(gpus, bool) and gpus > 0 else None
     tensor, context = degree("tp_size"), degree("cp_size")
     fsdp = config.get("fsdp_config") or {}
     data = degree("dp_replicate_size") * degree("dp_shard_size")

@@ -67,7 +67,7 @@ def read(text: str) -> Imported:
     """The strategy of a configuration. Raises PlanFileError for what is no such JSON."""
     try:
         config = json.loads(text)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise PlanFileError(f"not JSON: {error}", where="the DeepSpeed configuration") from None
     if not isinstance(config, dict):
         raise PlanFileError(
@@ -93,7 +93,10 @@ def read(text: str) -> Imported:
     strategy: dict[str, Any] = {"tensor": tensor, "pipeline": pipeline, "context": context, "expert": expert}
     strategy["micro_batch_size"] = micro
     zero = _section(config, "zero_optimization")
-    strategy["zero_stage"] = zero.get("stage", 0) if zero.get("stage", 0) in (0, 1, 2, 3) else 0
+    stage = zero.get("stage", 0)
+    if isinstance(stage, bool) or not isinstance(stage, int) or stage not in (0, 1, 2, 3):
+        raise PlanFileError(f"stage is {stage!r}", where="the DeepSpeed configuration", legal="0, 1, 2 or 3")
+    strategy["zero_stage"] = stage
     notes = []
     if "offload_optimizer" in zero or "offload_param" in zero:
         notes.append("offload to the host is not priced")
@@ -108,7 +111,7 @@ def read(text: str) -> Imported:
         strategy["data"] = batch // (micro * accumulated)
         gpus = strategy["data"] * tensor * pipeline * context
     precision = next((name for name in ("bf16", "fp16") if _section(config, name).get("enabled") is True), None)
-    found = batch if isinstance(batch, int) else None
+    found = batch if gpus is not None else None
     return Imported(strategy=strategy, gpus=gpus, global_batch=found, precision=precision, notes=tuple(notes))
 
 

@@ -72,7 +72,7 @@ def read(text: str) -> Imported:
     """The strategy of a ``distributed_config.json``. Raises PlanFileError."""
     try:
         config = json.loads(text)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise PlanFileError(f"not JSON: {error}", where=_WHERE) from None
     if not isinstance(config, dict):
         raise PlanFileError("not an object", where=_WHERE, legal='{"tp_size": 2, "fsdp_size": 4, ...}')
