@@ -139,7 +139,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[Pat
 @pytest.mark.parametrize(
     ("after", "befores"),
     [
-        ("dp2-tp2-zero3", ["dp2-pp2-zero1"]),
+        ("one", ["dp2-pp2-zero1"]),
         *(pytest.param(name, [n for n in PLANS if n != name], marks=pytest.mark.wide) for name in PLANS),
     ],
 )

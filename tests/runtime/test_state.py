@@ -139,12 +139,12 @@ def test_tied_names_may_be_given_once() -> None:
     assert program.state_dict()["lm_head.weight"].eq(1).all()
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize(
     ("family", "strategy"),
     [
         ("gpt2", {"tensor": 2, "data": 1, "pipeline": 1}),
-        pytest.param("llama", {"pipeline": 2, "data": 1, "tensor": 1}, marks=pytest.mark.wide),
-        pytest.param("llama", {"data": 2, "zero_stage": 3, "tensor": 1, "pipeline": 1}, marks=pytest.mark.wide),
+        ("llama", {"data": 2, "zero_stage": 3, "tensor": 1, "pipeline": 1}),
     ],
 )
 def test_a_trained_hugging_face_model_loads_with_from_pretrained(

@@ -158,7 +158,7 @@ SCALED_STEPS = 16
     "plan",
     [
         {"pipeline": 2, "gpus": 3, "micro_batch_size": 4, "micro_batches": 2},
-        {"data": 2, "micro_batch_size": 4, "zero_stage": 2},
+        pytest.param({"data": 2, "micro_batch_size": 4, "zero_stage": 2}, marks=pytest.mark.wide),
     ],
     ids=["pp2-and-an-idle-rank", "dp2-zero2"],
 )
