@@ -30,6 +30,7 @@ Product = Literal["forward", "input", "weight"]
 # (rows, columns, share of the best tile's rate): smaller tiles reread more from shared memory.
 _TILES = ((256, 128, 1.0), (128, 256, 1.0), (128, 128, 0.93), (256, 64, 0.85), (64, 256, 0.85), (64, 64, 0.68))
 _SPLITS = (1, 2, 3, 4, 6, 8)
+_LEAST_SPLIT = 512  # a part of a depth that is split takes no less than this
 _DEPTH = 96  # k0, elements of bf16
 # Rows that are no multiple of 16 bytes: no vector loads, slower kernels. [Empirical] A vocabulary of 50257 for 50304
 # costs nanoGPT about 25% of a step; batched products fare worse: head dimension 108 costs BLOOM's grid 25 to 50%.
@@ -75,12 +76,12 @@ def _shape_efficiency(m: Number, n: Number, k: Number, groups: Number, sms: int,
     for tile_rows, columns, tile_efficiency in _TILES:
         tiles = -(-m // tile_rows) * -(-n // columns) * groups
         for split in _SPLITS:
-            sensible: Number = split == 1 or (k / split >= 512) & (tiles * split <= 2 * sms)
+            sensible: Number = split == 1 or tiles * split <= 2 * sms
             if split > 1 and not some(sensible):
                 break
             waves = -(-tiles * split // sms)
             # Partial sums are written and read in fp32: as many elements of depth again for each further split.
-            deep = k / split + depth * (1 if split == 1 else 2)
+            deep = k + depth if split == 1 else larger(k / split, _LEAST_SPLIT) + 2 * depth
             capacity = waves * sms * tile_rows * columns * deep
             best = larger(best, useful * tile_efficiency / capacity * sensible)
     if dtype in _TENSOR_DTYPES:
