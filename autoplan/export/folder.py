@@ -67,9 +67,17 @@ def emit(capture: Capture, plan: Plan, layers: LayerGraph, builder: Builder, dir
     """Write the program of ``plan`` to ``directory``, beside and renamed; returns it.
 
     A zero-bubble plan is emitted in 1F1B's order. Raises AutoplanError where ``directory`` exists already,
-    StrategyError for buffers without values.
+    StrategyError for buffers without values and for context and expert axes.
     """
     target = check_target(directory)
+    for axis in ("context", "expert"):
+        if (degree := getattr(plan.strategy, axis)) > 1:
+            raise StrategyError(
+                f"{axis} {degree} runs in autoplan's own programs and is not emitted",
+                where=f"strategy.{axis}",
+                legal="1",
+                attempt="train with program.step, or plan without the axis to emit",
+            )
     written = Emission(capture, plan, in_order_of(layers, plan.model.layers), builder)
     target.parent.mkdir(parents=True, exist_ok=True)
     beside = Path(tempfile.mkdtemp(dir=target.parent, prefix=f"{target.name}."))
