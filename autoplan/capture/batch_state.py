@@ -21,6 +21,7 @@ Samples are counted along a dimension of size ``outer x batch x inner``: [B*T, .
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Any
@@ -136,6 +137,7 @@ class Sizes:
         self.dynamic = self.symbol is not None
         self.batch = PROBE_BATCH if self.dynamic else batch_size
         self._cache: dict[Any, int] = {}
+        self._shapes: dict[int, tuple[Tensor, tuple[int, ...]]] = {}  # the tensor is held, so that its id stays its own
 
     def value(self, size: int | SymInt | Node) -> int:
         number = size.meta["val"] if isinstance(size, Node) else size
@@ -148,7 +150,11 @@ class Sizes:
 
     def shape(self, value: Node | Tensor) -> tuple[int, ...]:
         tensor = value.meta["val"] if isinstance(value, Node) else value
-        return tuple(self.value(size) for size in tensor.shape)
+        known = self._shapes.get(id(tensor))
+        if known is None:  # folded blocks share the values of the one that was traced
+            known = tensor, tuple(map(self.value, tensor.shape))
+            self._shapes[id(tensor)] = known
+        return known[1]
 
     def grows(self, value: Node) -> bool:
         """Whether a size of the value has the batch in it, as a multiple or otherwise."""
@@ -168,7 +174,11 @@ def is_symbolic(value: Any) -> bool:
 
 def operator_name(node: Node) -> str:
     """``aten::add`` of ``aten.add_.Tensor``: namespace and name, overload and in-place mark aside."""
-    target = node.target
+    return _name_of(node.target)
+
+
+@functools.cache
+def _name_of(target: Any) -> str:
     if isinstance(target, torch._ops.OpOverload):
         name = target._schema.name
         return name if name.endswith("__") else name.rstrip("_")
@@ -184,15 +194,19 @@ def bound(node: Node) -> dict[str, Any]:
     """Arguments by the names of the operator's schema, defaults filled in."""
     if not isinstance(node.target, torch._ops.OpOverload):
         return {str(index): argument for index, argument in enumerate(node.args)} | dict(node.kwargs)
-    arguments = {}
-    for index, parameter in enumerate(node.target._schema.arguments):
-        if index < len(node.args):
-            arguments[parameter.name] = node.args[index]
-        elif parameter.name in node.kwargs:
-            arguments[parameter.name] = node.kwargs[parameter.name]
-        elif parameter.has_default_value():
-            arguments[parameter.name] = parameter.default_value
-    return arguments
+    names, defaults = _signature(node.target)
+    given = dict(zip(names, node.args, strict=False)) | node.kwargs
+    return {
+        name: given[name] if name in given else defaults[name] for name in names if name in given or name in defaults
+    }
+
+
+@functools.cache
+def _signature(target: Any) -> tuple[tuple[str, ...], dict[str, Any]]:
+    """The names of an operator's arguments, and the defaults of those that have one."""
+    arguments = target._schema.arguments
+    defaults = {argument.name: argument.default_value for argument in arguments if argument.has_default_value()}
+    return tuple(argument.name for argument in arguments), defaults
 
 
 def where(node: Node) -> str:

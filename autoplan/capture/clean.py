@@ -82,14 +82,13 @@ def clean(
     if folding is not None:
         unfold(traced, folding, MODEL_PREFIX)
     graph.owning_module = None  # from here on it reads the user's tensors, not what was traced
-    graph.eliminate_dead_code()
+    _drop_unread(graph)
     attributes = _rename_attributes(traced, names, tensors)
     _order_attributes(graph, tensors)
     _name_placeholders(graph, placeholder_names)
     root_class = f"{type(model).__module__}.{type(model).__qualname__}"
     _name_operators(graph)
-    for node in graph.nodes:
-        node.meta = _plain_meta(node.meta, names, root_class)
+    _make_metas_plain(graph, names, root_class)
     graph.set_codegen(CodeGen())
     if loss.op == "placeholder" or loss.op == "get_attr":
         raise CaptureError(
@@ -147,6 +146,13 @@ def _drop_checks(graph: Graph) -> None:
             graph.erase_node(node)
 
 
+def _drop_unread(graph: Graph) -> None:
+    """As fx's eliminate_dead_code, without asking of every node whether it is pure, nor checking the graph again."""
+    for node in reversed(graph.nodes):
+        if not node.users and not node.is_impure():
+            graph.erase_node(node)
+
+
 def _return_loss(graph: Graph) -> Node:
     output = next(iter(reversed(graph.nodes)))
     loss = output.args[0]
@@ -201,22 +207,32 @@ def _name_operators(graph: Graph) -> None:
             space.create_name(node.name, None)
     for node in graph.nodes:
         if node.op == "call_function":
-            node.name = space.create_name(_COUNT.sub("", node.name) or node.name, None)
+            name = space.create_name(_COUNT.sub("", node.name) or node.name, None)
+            object.__setattr__(node, "name", name)  # past fx's hooks: the graph has no owner that listens
     graph._graph_namespace = space
 
 
-def _plain_meta(meta: dict[str, Any], names: Names, root_class: str) -> dict[str, Any]:
-    plain = {key: meta[key] for key in _KEPT_META if key in meta}
-    stack = {}
-    for key, (path, module_class) in meta.get("nn_module_stack", {}).items():
-        # the wrapper has no path, and torch fills stacks of its own nodes with a name of no module
-        if path.partition(".")[0] in (MODEL_PREFIX, LOSS_PREFIX):
-            stack[key] = (names.user(path), module_class)
-    if not stack and "nn_module_stack" in meta:
-        stack[""] = ("", root_class)
-    if "nn_module_stack" in meta:
-        plain["nn_module_stack"] = stack
-    return plain
+def _make_metas_plain(graph: Graph, names: Names, root_class: str) -> None:
+    """Keep what other rooms read, under the user's names; equal module stacks are one object."""
+    stacks: dict[tuple[Any, ...], dict[str, Any]] = {}
+    for node in graph.nodes:
+        plain = {key: node.meta[key] for key in _KEPT_META if key in node.meta}
+        if "nn_module_stack" in plain:
+            given = tuple(plain["nn_module_stack"].items())
+            if given not in stacks:
+                stacks[given] = _plain_stack(plain["nn_module_stack"], names) or {"": ("", root_class)}
+            plain["nn_module_stack"] = stacks[given]
+        node.meta.clear()
+        node.meta.update(plain)
+
+
+def _plain_stack(stack: Mapping[str, Any], names: Names) -> dict[str, Any]:
+    # the wrapper has no path, and torch fills stacks of its own nodes with a name of no module
+    return {
+        key: (names.user(path), module_class)
+        for key, (path, module_class) in stack.items()
+        if path.partition(".")[0] in (MODEL_PREFIX, LOSS_PREFIX)
+    }
 
 
 def _assemble(

@@ -7,6 +7,7 @@ the whole batch's count can be known before the model runs. All else that mixes 
 
 from __future__ import annotations
 
+import functools
 import operator
 from typing import Any
 
@@ -202,15 +203,22 @@ def _numbers(flow: Flow, node: Node) -> list[Node]:
     """Operands that are numbers made from the batch size, where the operator takes them as values, not as sizes."""
     if not isinstance(node.target, torch._ops.OpOverload):
         return []
-    kinds = {argument.name: str(argument.type) for argument in node.target._schema.arguments}
     return [
         value
         for name, value in bound(node).items()
         if isinstance(value, Node)
         and not isinstance(value.meta.get("val"), (Tensor, tuple, list))
         and not isinstance(flow.state(value), Free)
-        and kinds[name] in ("Tensor", "number")
+        and name in _values_of(node.target)
     ]
+
+
+@functools.cache
+def _values_of(target: torch._ops.OpOverload) -> frozenset[str]:
+    """The arguments that an operator computes with, where others are sizes and choices."""
+    return frozenset(
+        argument.name for argument in target._schema.arguments if str(argument.type) in ("Tensor", "number")
+    )
 
 
 def _visit_number(flow: Flow, node: Node) -> State:

@@ -41,10 +41,12 @@ _LIBRARY = torch.library.Library("autoplan_capture", "DEF")
 _LIBRARY.define("enter(Tensor[] inputs, int call) -> ()")
 _LIBRARY.define("leave(Tensor[] outputs, int call) -> ()")
 _LIBRARY.define("block(Tensor[] inputs, int call) -> Tensor[]")
+_LIBRARY.define("block_of_one(Tensor[] inputs, int call) -> Tensor")  # the usual case, at half the price
 ENTER = torch.ops.autoplan_capture.enter.default
 LEAVE = torch.ops.autoplan_capture.leave.default
 BLOCK = torch.ops.autoplan_capture.block.default
-for _mark in (ENTER, LEAVE, BLOCK):
+BLOCK_OF_ONE = torch.ops.autoplan_capture.block_of_one.default
+for _mark in (ENTER, LEAVE, BLOCK, BLOCK_OF_ONE):
     torch.fx.node.has_side_effect(_mark)
 
 
@@ -147,7 +149,8 @@ class Folding:
     def _fold(self, call: Call, tensors: list[Tensor]) -> Any:
         example = call.example
         assert example is not None
-        made = BLOCK(tensors, len(self.calls) - 1)
+        number = len(self.calls) - 1
+        made = [BLOCK_OF_ONE(tensors, number)] if len(example.outputs) == 1 else BLOCK(tensors, number)
         found = {"input": tensors, "output": made}
         leaves, structure = example.returned
         return pytree.tree_unflatten([found[where][k] if where in found else k for where, k in leaves], structure)
@@ -305,6 +308,10 @@ def _imitated(tensors: list[Tensor], call: int) -> list[Tensor]:
     ]
 
 
+def _imitated_one(tensors: list[Tensor], call: int) -> Tensor:
+    return _imitated(tensors, call)[0]
+
+
 def _no_gradient(context: Any, *gradients: Any) -> Any:
     raise NotImplementedError("a folded block is never run")
 
@@ -312,4 +319,6 @@ def _no_gradient(context: Any, *gradients: Any) -> Any:
 torch.library.register_fake("autoplan_capture::enter", _marked)
 torch.library.register_fake("autoplan_capture::leave", _marked)
 torch.library.register_fake("autoplan_capture::block", _imitated)
+torch.library.register_fake("autoplan_capture::block_of_one", _imitated_one)
 torch.library.register_autograd("autoplan_capture::block", _no_gradient)
+torch.library.register_autograd("autoplan_capture::block_of_one", _no_gradient)

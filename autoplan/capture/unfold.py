@@ -24,7 +24,7 @@ from torch.fx import Graph, GraphModule, Node
 from torch.fx.node import map_arg
 
 from autoplan.capture.alike import Unalike
-from autoplan.capture.folding import BLOCK, ENTER, LEAVE, Folding, layout
+from autoplan.capture.folding import BLOCK, BLOCK_OF_ONE, ENTER, LEAVE, Folding, layout
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,7 +63,7 @@ def _unfold(graph: Graph, folding: Folding, prefix: str) -> None:
     examples = {number: _example(graph, folding, number, prefix) for number in _numbers(graph, ENTER)}
     chosen = _compared(examples, folding)
     attributes = {str(node.target): node for node in graph.nodes if node.op == "get_attr"}
-    for node in [node for node in graph.nodes if node.target is BLOCK]:
+    for node in [node for node in graph.nodes if node.target in (BLOCK, BLOCK_OF_ONE)]:
         call = folding.calls[node.args[1]]
         _write_out(node, chosen[id(call.example)], f"{prefix}.{call.path}", attributes)
     for node in [node for node in graph.nodes if node.target in (ENTER, LEAVE)]:
@@ -103,6 +103,8 @@ def _compared(examples: dict[int, _Example], folding: Folding) -> dict[int, _Exa
         key = folding.calls[number].key
         if key in of_key:
             alike[of_key[key]].append(number)
+    for example in examples.values():
+        _share_stacks(example)
     for numbers in alike.values():
         forms = [_form(examples[number]) for number in numbers]
         returned = [folding.calls[number].returned for number in numbers]
@@ -111,6 +113,14 @@ def _compared(examples: dict[int, _Example], folding: Folding) -> dict[int, _Exa
         if any(_is_size(node) for node in examples[numbers[-1]].nodes):
             raise Unalike(f"{examples[numbers[-1]].path} computes a size that no block before it needed")
     return {example: examples[numbers[-1]] for example, numbers in alike.items()}
+
+
+def _share_stacks(example: _Example) -> None:
+    """Equal module stacks as one object, so that they are moved once."""
+    known: dict[tuple[Any, ...], dict[str, Any]] = {}
+    for node in example.nodes:
+        stack = node.meta.get("nn_module_stack") or {}
+        node.meta["nn_module_stack"] = known.setdefault(tuple(stack.items()), stack)
 
 
 def _form(example: _Example) -> list[Any]:
@@ -205,15 +215,19 @@ def _write_out(node: Node, example: _Example, path: str, attributes: dict[str, N
         return source
 
     graph = node.graph
+    stacks: dict[int, dict[str, Any]] = {}  # of the example's: nodes of one module share one
     with graph.inserting_before(node):
         for source in example.nodes:
             arguments, keywords = map_arg((source.args, source.kwargs), copied)
             copy = graph.create_node("call_function", source.target, arguments, keywords, name=source.name)
-            copy.meta = {
-                **source.meta,
-                "nn_module_stack": _moved_stack(source.meta.get("nn_module_stack") or {}, example.path, path),
-            }
+            stack = source.meta.get("nn_module_stack") or {}
+            if id(stack) not in stacks:
+                stacks[id(stack)] = _moved_stack(stack, example.path, path)
+            copy.meta.update(source.meta)
+            copy.meta["nn_module_stack"] = stacks[id(stack)]
             copies[source] = copy
+    if node.target is BLOCK_OF_ONE:
+        node.replace_all_uses_with(copies[example.outputs[0]])
     for user in list(node.users):
         if user.target is not operator.getitem:
             raise Unalike(f"{user.name} reads a folded block as a whole")

@@ -22,6 +22,7 @@ from torch.fx import Node
 from autoplan.layers.facts import Facts, tensors
 from autoplan.layers.operators import operator_label, operator_name
 
+_PLAIN = (int, float, bool, str, torch.dtype)
 _UNBACKED = re.compile(r"\bu\d+\b")
 
 
@@ -44,7 +45,7 @@ class Canon:
         self._batch = batch
         self._shared = shared
         self._sizes: dict[Any, str] = {}
-        self._shapes: dict[Node, str] = {}
+        self._shapes: dict[int, tuple[Any, str]] = {}  # the value is held, so that its id stays its own
         self._bounds: dict[str, str] = {}
 
     def form(self, nodes: Sequence[Node]) -> Form:
@@ -115,9 +116,11 @@ class Canon:
 
     def _shape(self, node: Node) -> str:
         """Shapes and dtypes of the node's value, the batch written ``b``."""
-        if node not in self._shapes:
-            self._shapes[node] = self._value(node.meta.get("val"))
-        return self._shapes[node]
+        value = node.meta.get("val")
+        known = self._shapes.get(id(value))
+        if known is None:  # folded blocks share the values of the one that was traced
+            known = self._shapes[id(value)] = value, self._value(value)
+        return known[1]
 
     def _layout(self, node: Node) -> str:
         """The same and strides, which decide whether a reader copies."""
@@ -144,7 +147,7 @@ class Canon:
         return self._size(value)
 
     def _size(self, size: Any) -> str:
-        if not isinstance(size, (torch.SymInt, torch.SymFloat, torch.SymBool)):
+        if type(size) is int or not isinstance(size, (torch.SymInt, torch.SymFloat, torch.SymBool)):
             return str(size)
         expression = size.node.expr
         if expression not in self._sizes:
@@ -159,6 +162,8 @@ class Canon:
     def _text(self, value: Any, reference: Any) -> str:
         if isinstance(value, Node):
             return reference(value)
+        if value is None or type(value) in _PLAIN:
+            return repr(value)
         if isinstance(value, (tuple, list)):
             return f"[{','.join(self._text(item, reference) for item in value)}]"
         if isinstance(value, Mapping):
@@ -170,9 +175,7 @@ class Canon:
             return self._text((value.start, value.stop, value.step), reference)
         if isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool)):
             return self._size(value)
-        if value is None or isinstance(
-            value, (str, int, float, complex, bool, torch.dtype, torch.layout, torch.memory_format)
-        ):
+        if isinstance(value, (*_PLAIN, complex, torch.layout, torch.memory_format)):
             return repr(value)
         return operator_label(value) if callable(value) else type(value).__name__
 

@@ -6,6 +6,7 @@ Names are those of the overload packet (``linear`` for ``aten.linear.default``).
 
 from __future__ import annotations
 
+import functools
 import operator
 from typing import Any
 
@@ -96,6 +97,8 @@ def operator_name(target: Any) -> str:
     """``linear`` of ``aten.linear.default``; a function's own name otherwise."""
     if target is operator.getitem:
         return "getitem"
+    if isinstance(target, torch._ops.OpOverload):
+        return _written(target)[0]
     schema = getattr(target, "_schema", None)
     if schema is not None:
         return str(schema.name).rpartition("::")[2]
@@ -105,9 +108,15 @@ def operator_name(target: Any) -> str:
 def operator_label(target: Any) -> str:
     """The name that users read: ``aten.linear.default``; holds no address, so it is equal in every process."""
     if isinstance(target, torch._ops.OpOverload):
-        return str(target)
+        return _written(target)[1]
     module = getattr(target, "__module__", "") or ""
     return f"{module}.{operator_name(target)}".lstrip("._")
+
+
+@functools.cache
+def _written(target: torch._ops.OpOverload) -> tuple[str, str]:
+    """Name and label, which graphs of thousands of nodes ask for again and again."""
+    return str(target._schema.name).rpartition("::")[2], str(target)
 
 
 def operator_kind(target: Any) -> OperatorKind:
