@@ -1,4 +1,7 @@
-"""transformers' families, two blocks each, four heads (two of keys and values where a family groups them)."""
+"""transformers' families, two blocks each (encoder-decoders one and one).
+
+Four heads; two of keys and values where a family groups them.
+"""
 
 from __future__ import annotations
 
@@ -38,8 +41,8 @@ ENCODER = {
 BOTH = {
     "vocab_size": VOCABULARY,
     "d_model": HIDDEN,
-    "encoder_layers": LAYERS,
-    "decoder_layers": LAYERS,
+    "encoder_layers": 1,
+    "decoder_layers": 1,
     "encoder_attention_heads": HEADS,
     "decoder_attention_heads": HEADS,
     "encoder_ffn_dim": 2 * HIDDEN,
@@ -116,7 +119,7 @@ def t5() -> Built:
         d_model=HIDDEN,
         d_kv=HIDDEN // HEADS,
         d_ff=2 * HIDDEN,
-        num_layers=LAYERS,
+        num_layers=1,
         num_heads=HEADS,
         dropout_rate=0.0,
         decoder_start_token_id=0,
@@ -153,8 +156,8 @@ def swin() -> Built:
         image_size=32,
         patch_size=4,
         embed_dim=16,
-        depths=[1, 2],
-        num_heads=[4, 4],
+        depths=[2],
+        num_heads=[4],
         window_size=2,
         drop_path_rate=0.0,
         hidden_dropout_prob=0.0,

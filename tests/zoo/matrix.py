@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -46,15 +45,13 @@ AXES: dict[str, dict[str, Any]] = {
 
 @dataclass(frozen=True, slots=True)
 class Cell:
-    """``split``: of a tensor axis, the share of the trained weights that is divided over it."""
+    """``split``: of a tensor axis, the share of the trained weights that is divided over it. ``worst``: the largest
+    error as a share of what is allowed."""
 
     status: Status
     reason: str = ""
     split: float | None = None
-
-    @property
-    def text(self) -> str:
-        return self.status
+    worst: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -166,7 +163,7 @@ def _run(specimen: Specimen, ranks: int, programs: dict[str, Program]) -> dict[s
 def _judge(findings: list[numbers.Finding]) -> Cell:
     worst = max(findings, key=lambda finding: finding.ratio)
     if worst.ratio <= 1.0:
-        return Cell("equal")
+        return Cell("equal", worst=worst.ratio)
     first = next(finding for finding in findings if finding.ratio > 1.0)
     return Cell("differs", f"{first.quantity} {first.name}: {first.error:.1e}, allowed {first.allowed:.1e}")
 
@@ -174,7 +171,9 @@ def _judge(findings: list[numbers.Finding]) -> Cell:
 def _split_share(captured: Capture, sharding: Sharding | None) -> float | None:
     if sharding is None:
         return None
-    weights = {n: p.numel() for n, p in captured.graph_module.named_parameters() if p.requires_grad}
+    read = {str(node.target) for node in captured.graph_module.graph.nodes if node.op == "get_attr"}
+    named = captured.graph_module.named_parameters()
+    weights = {name: p.numel() for name, p in named if p.requires_grad and name in read}
     divided = sum(count for name, count in weights.items() if isinstance(sharding.parameters.get(name), Shard))
     return divided / max(1, sum(weights.values()))
 
@@ -191,6 +190,3 @@ def _sampled(batch: Any, step: int) -> Any:
 @functools.lru_cache
 def _cluster() -> Cluster:
     return Cluster.parse("8xA100-80GB")
-
-
-Runner = Callable[[Entry], dict[str, Cell]]
