@@ -5,16 +5,28 @@ As in :mod:`tests.equivalence.test_context`, for the mixtures of experts of tran
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from torch import nn
 
 import autoplan
+from autoplan.runtime.checkpoints import Checkpoints
 from autoplan.verification.precision import float64_throughout
 from tests.support.processes import run_ranks
-from tests.support.training import assert_same_numbers, in_double, train_alone, train_program
+from tests.support.training import (
+    LEARNING_RATE,
+    MAX_NORM,
+    assert_close,
+    assert_same_numbers,
+    in_double,
+    train_alone,
+    train_program,
+)
 from tests.zoo.families import FAMILIES
 
 STEPS = 2
@@ -72,3 +84,35 @@ def test_experts_over_ranks_train_to_the_single_process_numbers(family: str, str
         for name, shape in held.items():
             if ".experts." in name and not strategy.get("zero_stage"):
                 assert shape[0] == model.get_parameter(name).shape[0] // strategy["expert"]
+
+
+def resumed(rank: int, world: int, model: nn.Module, batch: Any, root: Path, plans: list[dict[str, Any]]) -> Any:
+    """A step under each plan in turn, from the checkpoint that the one before left; the last one's weights."""
+    for step, strategy in enumerate(plans):
+        program = autoplan.compile(
+            copy.deepcopy(model), gpus=world, example_inputs=batch, strategy=strategy, device="cpu"
+        )
+        optimizer = torch.optim.AdamW(program.parameters(), lr=LEARNING_RATE)
+        checkpoints = Checkpoints(root, program, optimizer)
+        if step:
+            checkpoints.resume()
+        optimizer.zero_grad()
+        program.step(batch)
+        program.clip_grad_norm_(MAX_NORM)
+        optimizer.step()
+        checkpoints.save(step + 1)
+        checkpoints.wait()
+    return program.state_dict()
+
+
+@pytest.mark.wide
+def test_a_checkpoint_holds_whole_experts(tmp_path: Path) -> None:
+    """From spread experts to whole ones with sharded state, and back."""
+    built = next(entry for entry in FAMILIES if entry.name == "Mixtral").build()
+    model, batch = in_double(*built[:2])
+    whole = {**ALONE, "data": 2, "zero_stage": 1}
+    plans = [STRATEGIES["ep2"], whole, STRATEGIES["ep2"]]
+    expected = train_alone(model, [batch] * len(plans)).weights
+    for found in run_ranks(resumed, 2, model, batch, tmp_path, plans):
+        for name, weight in expected.items():
+            assert_close(name, found[name], weight)
