@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from autoplan.runtime.pieces import pieces, rectangles
@@ -22,6 +22,7 @@ def test_a_range_that_starts_and_ends_within_rows_is_their_ends_and_the_rows_bet
     assert list(rectangles((0, 3), 0, 0)) == []
 
 
+@settings(deadline=None)
 @given(shapes, st.data())
 def test_rectangles_are_the_range_in_order(shape: tuple[int, ...], data: st.DataObject) -> None:
     count = math.prod(shape)
@@ -55,6 +56,7 @@ def sharded(draw: st.DrawFn) -> tuple[tuple[int, ...], Placement, int]:
     return tuple(shape), Shard(dim, block=runs[0] * degree), degree
 
 
+@settings(deadline=None)
 @given(sharded(), st.integers(1, 5))
 def test_pieces_of_all_ranks_are_the_whole_tensor_once(
     layout: tuple[tuple[int, ...], Placement, int], data: int
@@ -79,6 +81,7 @@ def test_pieces_of_all_ranks_are_the_whole_tensor_once(
     assert torch.equal(read, whole)
 
 
+@settings(deadline=None)
 @given(sharded())
 def test_what_is_not_sliced_keeps_its_shape(layout: tuple[tuple[int, ...], Placement, int]) -> None:
     shape, placement, degree = layout
