@@ -40,7 +40,8 @@ BYTES_OF_ROUNDING = 1e-6  # memory terms are sums of floats
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Programs:
     """The distinct graphs of a plan: before and after the split over the tensor axis, then with a rank's experts and on
-    its positions where there are such axes (``running``), and by stage."""
+    its positions where there are such axes (``running``), and by stage. ``experts``: parameters whose experts are
+    spread."""
 
     whole: GraphModule
     sharded: GraphModule
@@ -48,6 +49,7 @@ class Programs:
     placements: Mapping[str, Placement]
     stages: tuple[StageGraph, ...]
     sharding: Sharding | None
+    experts: frozenset[str] = frozenset()
 
 
 def check_static(
@@ -82,10 +84,10 @@ def build_programs(capture: Capture, layers: LayerGraph, plan: Plan, cluster: Cl
         written = sharding_pass.shard_tensors(whole, sharding)
         sharded, placements = written.graph_module, written.parameters
         stage |= {name: stage[origin] for name, origin in written.origin.items() if origin in stage}
-    running = sharded
+    running, experts = sharded, frozenset[str]()
     if plan.strategy.expert > 1:
         spread = expert_parallel(sharded, degree=plan.strategy.expert)
-        running = spread.graph_module
+        running, experts = spread.graph_module, spread.parameters
         stage |= {name: stage[origin] for name, origin in spread.origin.items() if origin in stage}
     if plan.strategy.context > 1:
         layer_of = {name: index for index, layer in enumerate(layers.layers) for name in layer.nodes}
@@ -94,7 +96,13 @@ def build_programs(capture: Capture, layers: LayerGraph, plan: Plan, cluster: Cl
         stage |= {name: stage[origin] for name, origin in dealt.origin.items() if origin in stage}
     stages = split_stages.split_stages(running, stage)
     return Programs(
-        whole=whole, sharded=sharded, running=running, placements=placements, stages=stages, sharding=sharding
+        whole=whole,
+        sharded=sharded,
+        running=running,
+        placements=placements,
+        stages=stages,
+        sharding=sharding,
+        experts=experts,
     )
 
 
@@ -258,13 +266,15 @@ def _count_problem(
     first: Mapping[int, str],
     readers: Mapping[str, set[int]],
 ) -> str:
-    """Elements that each stage's graph reads on one tensor rank, against the plan's own count of them."""
+    """Elements that each stage's graph reads on one rank, against the plan's own count of them."""
     placements = {first[id(objects[name])]: placement for name, placement in programs.placements.items()}
+    experts = {first[id(objects[name])] for name in programs.experts}
     for index, stage in enumerate(plan.stages):
         held = 0
         for name, stages in readers.items():
             if index in stages:
                 share = plan.strategy.tensor if isinstance(placements.get(name), Shard) else 1
+                share *= plan.strategy.expert if name in experts else 1
                 held += objects[name].numel() // share
         if stage.parameters and held != stage.parameters:
             return f"stage {index} holds {held:,} elements a rank, and the plan says {stage.parameters:,}"
@@ -285,7 +295,7 @@ def _memory(plan: Plan) -> Check:
             text = f"stage {index}: terms of {size(total)} for a peak of {size(stage.peak_memory_bytes)}"
             return Check(name="memory", ok=False, detail=text)
         if stage.peak_memory_bytes > capacity:
-            per = plan.strategy.data * plan.strategy.tensor
+            per = plan.strategy.gpus // plan.strategy.pipeline
             holder = rank_of_stage(index, ranks=plan.strategy.pipeline)
             text = (
                 f"ranks {holder * per} to {(holder + 1) * per - 1} (stage {index}) need "

@@ -43,10 +43,14 @@ def test_a_sound_plan_for_many_ranks_passes_every_check() -> None:
     assert "1 shared between stages" in found["parameters"].detail
 
 
-@pytest.mark.parametrize("axis", ["context", "expert"])
-def test_axes_that_are_priced_alone_are_said_to_have_no_program(axis: str) -> None:
-    found = checked(planned(data=2, **{axis: 2}))
-    assert not found["executable"].ok and f"{axis} 2" in found["executable"].detail
+def test_positions_dealt_out_pass_every_check() -> None:
+    found = checked(planned(data=2, context=4, tensor=2, pipeline=2))
+    assert all(check.ok for check in found.values()), found
+
+
+def test_an_expert_axis_without_experts_has_no_program() -> None:
+    found = checked(planned(data=2, expert=2))
+    assert not found["placements"].ok and "no product grouped by expert" in found["placements"].detail
 
 
 def test_a_collective_lost_after_the_pass_is_found_in_its_layer(monkeypatch: pytest.MonkeyPatch) -> None:
