@@ -159,7 +159,7 @@ def held(schedule: str, *, rank: int, stages: int, micro_batches: int, virtual_s
     """What ``rank`` holds at the moments at which no other holds as much or more of everything."""
     ranks = stages // virtual_stages
     # The moments of a longer step are those of a step whose first, steady and last groups are all there.
-    enough = 4 * ranks
+    enough = 2 * ranks
     if schedule != "gpipe" and micro_batches > enough:
         micro_batches = enough + micro_batches % ranks
     return _held(schedule, rank, stages, micro_batches, virtual_stages)

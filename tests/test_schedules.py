@@ -171,3 +171,19 @@ def covers(most: Held, moment: Held) -> bool:
         (*most.activations, *most.weight_gradients), (*moment.activations, *moment.weight_gradients), strict=True
     )
     return all(b <= a for a, b in pairs)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "virtual_stages"), [("1f1b", 1), ("zero_bubble", 1), ("interleaved", 2), ("interleaved", 3)]
+)
+@pytest.mark.parametrize("ranks", [2, 3, 5])
+def test_a_long_step_holds_what_a_shorter_one_does(schedule: str, virtual_stages: int, ranks: int) -> None:
+    """The moments of a step are looked up in a shorter one with the same rest of micro-batches."""
+    stages = ranks * virtual_stages
+    for micro_batches in range(2 * ranks + 1, 5 * ranks + 1):
+        for rank in range(ranks):
+            whole = schedules._held(schedule, rank, stages, micro_batches, virtual_stages)
+            found = schedules.held(
+                schedule, rank=rank, stages=stages, micro_batches=micro_batches, virtual_stages=virtual_stages
+            )
+            assert set(found) == set(whole)

@@ -38,6 +38,7 @@ from autoplan.search.space import Space
 from autoplan.search.tables import MARGIN, Tables
 
 Floats = NDArray[np.float64]
+Integers = NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,12 +63,14 @@ def lower_bounds(space: Space, candidates: Candidates) -> LowerBounds:
     parts = _parts(space, base, short <= 0)
     exposed, tail, first_tail, even_tail = _data_axis(space, base, parts.backward_s, short <= 0)
     parts = dataclasses.replace(parts, exposed_s=exposed, first_tail_s=first_tail, even_tail_s=even_tail)
-    step, simulated, bottleneck = _plain_bounds(base, parts, tail)
+    rows, plain = np.nonzero(short <= 0)[0], np.zeros((3, len(base)))
+    plain[:, rows] = _plain_bounds(base, parts, tail, rows)
+    step, simulated, bottleneck = plain
     of = candidates.of
     found = LowerBounds(*(values[of] for values in (step, short, simulated, bottleneck)))
-    rows = np.nonzero(candidates.listed & (found.short_bytes <= 0))[0]
-    if len(rows):
-        found.step_s[rows] = found.simulated_s[rows] = even_split_bounds(space, candidates, rows, parts)
+    even = np.nonzero(candidates.listed & (found.short_bytes <= 0))[0]
+    if len(even):
+        found.step_s[even] = found.simulated_s[even] = even_split_bounds(space, candidates, even, parts)
     return found
 
 
@@ -91,25 +94,27 @@ def _parts(space: Space, base: Candidates, fits: NDArray[np.bool_]) -> Parts:
     return Parts(period, longest, backward, lesser_share, send, none, none, none)
 
 
-def _plain_bounds(base: Candidates, parts: Parts, tail_s: Floats) -> tuple[Floats, Floats, Floats]:
-    """The step in closed form, the simulated step and the longest period of every row under 1F1B or GPipe."""
-    sends = 2 * (base.pipeline - 1) * parts.send_s
+def _plain_bounds(base: Candidates, parts: Parts, tail_s: Floats, rows: Integers) -> tuple[Floats, Floats, Floats]:
+    """The step in closed form, the simulated step and the longest period of ``rows`` under 1F1B or GPipe."""
+    stages, micro_batches, tail = base.pipeline[rows], base.micro_batches[rows], tail_s[rows]
+    period, longest = (parts.period_s + parts.exposed_s)[rows], parts.longest_s[rows]
+    sends = 2 * (stages - 1) * parts.send_s[rows]
     simulated = simulated_bound_s(
         schedule=base.schedule,
-        stages=base.pipeline,
-        micro_batches=base.micro_batches,
-        period_s=parts.period_s + parts.exposed_s,
-        longest_s=parts.longest_s,
+        stages=stages,
+        micro_batches=micro_batches,
+        period_s=period,
+        longest_s=longest,
         sends_s=sends,
         # Sharded weights are gathered in forward and in backward, so that shares are other than the layers' own.
-        lesser_share=np.where(parts.exposed_s > 0, 0.5, parts.lesser_share),
+        lesser_share=np.where(parts.exposed_s[rows] > 0, 0.5, parts.lesser_share[rows]),
     )
-    whole = parts.period_s + sends + parts.exposed_s
-    bottleneck = np.maximum(whole / base.pipeline, parts.longest_s)
+    whole = period + sends
+    bottleneck = np.maximum(whole / stages, longest)
     if base.schedule == "gpipe":  # its sends only lengthen the pipeline
-        bottleneck = parts.longest_s
-    step = (base.micro_batches - 1) * bottleneck + whole + tail_s
-    return step, simulated + np.where(base.pipeline > 1, parts.first_tail_s, tail_s), bottleneck
+        bottleneck = longest
+    step = (micro_batches - 1) * bottleneck + whole + tail
+    return step, simulated + np.where(stages > 1, parts.first_tail_s[rows], tail), bottleneck
 
 
 def _alike(
