@@ -9,7 +9,6 @@ the search's proof is over these splits, and a plan says so.
 
 from __future__ import annotations
 
-import bisect
 import functools
 import itertools
 import math
@@ -65,7 +64,7 @@ def even_cuts(space: Space, strategy: Strategy) -> tuple[int, ...] | None:
     return _most_even(period.tobytes(), stages_of(strategy))
 
 
-@functools.lru_cache(maxsize=256)
+@functools.lru_cache(maxsize=4096)
 def _most_even(period: bytes, stages: int) -> tuple[int, ...] | None:
     prefix = np.frombuffer(period)
     layers = len(prefix) - 1
@@ -95,21 +94,19 @@ def _shortest_longest(prefix: Floats, stages: int) -> float:
     """The least longest span of a split into at most ``stages``. Fewer spans do, because splitting one makes none
     longer. A length at which spans filled from the front don't reach the end rules out all up to the least by which one
     of them grows; one at which they do is no less than the longest of them."""
-    sums = prefix.tolist()
-    low, high = float(np.diff(prefix).max()), sums[-1]
+    last = len(prefix) - 1
+    low, high = float(np.diff(prefix).max()), float(prefix[-1])
     tried, halved = max(low, high / stages), True
     while True:
-        reached, longest, grown, used = 0, 0.0, math.inf, 0
-        while reached < len(sums) - 1 and used < stages:
-            end = bisect.bisect_right(sums, sums[reached] + tried * (1 + 1e-12)) - 1
-            longest = max(longest, sums[end] - sums[reached])
-            if end < len(sums) - 1:
-                grown = min(grown, sums[end + 1] - sums[reached])
-            reached, used = end, used + 1
-        if reached == len(sums) - 1:
-            high = min(high, longest)
+        ends = np.searchsorted(prefix, prefix + tried * (1 + 1e-12), side="right") - 1
+        jumps, cuts = ends.tolist(), [0]
+        while cuts[-1] < last and len(cuts) <= stages:
+            cuts.append(jumps[cuts[-1]])
+        first, end = np.array(cuts[:-1]), np.array(cuts[1:])
+        if cuts[-1] == last:
+            high = min(high, float((prefix[end] - prefix[first]).max()))
         else:
-            low = max(low, grown)
+            low = max(low, float((prefix[end + 1] - prefix[first]).min()))
         if low >= high * (1 - 1e-12):
             return high
         halved = not halved

@@ -161,5 +161,6 @@ def _weight_gradients_s(space: Space, candidates: Candidates, rows: Integers) ->
     found = np.zeros(len(rows))
     for where, chain in _by_chain(space, candidates, rows):
         strategy = candidates.strategy(int(rows[where[0]]))
-        found[where] = sum(space.weight_gradients_s(strategy)[kind] for kind in chain.kinds.tolist())
+        each = space.weight_gradients_s(strategy)
+        found[where] = sum(each[kind] for kind in chain.kinds.tolist())
     return found

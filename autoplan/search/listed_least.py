@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from autoplan import schedules
+from autoplan.cost_models.piecewise import at_values
 from autoplan.plan import Strategy
 from autoplan.search.chain import Chain
 from autoplan.search.listed import even_cuts, sends_s, stages_of
@@ -40,22 +41,20 @@ def least_step_s(space: Space, strategy: Strategy) -> float:
         return math.inf
     forward = np.diff(chain.forward[at])
     backward = np.diff(chain.period[at]) - forward + again_s
-    # Equal stages have equal data axes.
-    keys = list(zip(elements, trainable, end - first, np.diff(chain.backward[at]), strict=True))
-    data = {
-        key: tables.data_axis(float(key[0]), float(key[1]), int(key[2]), backward_s=float(key[3])) for key in set(keys)
-    }
-    tails = {key: data[key].step_s + tables.optimizer_s(float(key[1])) for key in data}
+    ahead_s, behind_s, synchronise_s = tables.data_axes(
+        elements, trainable, end - first, backward_s=np.diff(chain.backward[at])
+    )
+    tails = synchronise_s + at_values(tables.optimizer_s, trainable)
     weights: tuple[float, ...] = ()
     if strategy.schedule == "zero_bubble":
         weights = tuple(np.diff(chain.prefix(np.array(space.weight_gradients_s(strategy)))[at]).tolist())
     return StageTimes(
         schedule=strategy.schedule,
         micro_batches=strategy.micro_batches,
-        forward_s=tuple(float(f) + data[key].forward_s for f, key in zip(forward, keys, strict=True)),
-        backward_s=tuple(float(b) + data[key].backward_s for b, key in zip(backward, keys, strict=True)),
+        forward_s=tuple((forward + ahead_s).tolist()),
+        backward_s=tuple((backward + behind_s).tolist()),
         send_s=sends_s(tables, cuts),
-        tail_s=tuple(tails[key] for key in keys),
+        tail_s=tuple(tails.tolist()),
         weight_s=weights,
         virtual_stages=strategy.virtual_stages,
     ).least_s

@@ -21,6 +21,7 @@ from autoplan.cluster import Cluster, Device
 from autoplan.cost_models import communication, compute, memory
 from autoplan.cost_models.memory import Recipe, layer_saved_bytes, stage_memory
 from autoplan.cost_models.piecewise import at_values as at_values
+from autoplan.cost_models.weight_gradients import is_put_off, weight_gradient_s
 from autoplan.layers.types import LayerKind, Operator, Parameter
 from autoplan.plan import Strategy
 
@@ -135,6 +136,13 @@ class Kinds:
             extra_s={"none": np.zeros(len(forward)), "selective": selective, "full": forward + tensor_forward},
         )
 
+    def weight_gradients_s(self, micro_batch: int) -> Floats:
+        """[K] seconds of a micro-batch's backward that weights' gradients take."""
+        found = np.zeros(len(self.kinds))
+        for positions, kind in self._stacks:
+            found[positions] = weight_gradient_s(kind, self.cluster.device, micro_batch=micro_batch)
+        return found
+
     @cached_property
     def _activations(self) -> tuple[dict[str, tuple[Floats, Floats]], tuple[Floats, Floats]]:
         """[K] what layers leave for their backward: by recompute policy (a, b), a + b m bytes of m samples; and of
@@ -176,7 +184,7 @@ class Kinds:
 def _but_for_sizes(op: Operator) -> tuple[Any, ...]:
     """All that an operator's price depends on but its sizes, and which of those are 0."""
     products = op.gemm is not None and (True, op.gemm.batch_in_groups)
-    needs = op.batched, op.core, op.needs_backward, op.flops > 0, op.backward_flops > 0
+    needs = op.batched, op.core, op.needs_backward, op.flops > 0, op.backward_flops > 0, is_put_off(op)
     return op.kind, op.target, op.dtype, op.attention, products, *needs
 
 

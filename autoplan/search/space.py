@@ -10,7 +10,6 @@ from functools import cached_property
 
 from autoplan.cost_models.memory import count_elements
 from autoplan.cost_models.recipes import Recipe, recipe
-from autoplan.cost_models.weight_gradients import weight_gradient_s
 from autoplan.errors import StrategyError
 from autoplan.layers.order import reordered
 from autoplan.layers.types import LayerKind
@@ -165,10 +164,8 @@ class Space:
         """Seconds of one micro-batch's backward of each kind that weights' gradients take."""
         key = (strategy.tensor, strategy.micro_batch_size, strategy.sequence_parallel)
         if key not in self._weight_gradients:
-            device, micro_batch = self.problem.cluster.device, strategy.micro_batch_size
-            self._weight_gradients[key] = tuple(
-                weight_gradient_s(kind, device, micro_batch=micro_batch) for kind in self.kinds_of(strategy)
-            )
+            priced = self._kinds_to_price(strategy.tensor, strategy.sequence_parallel)
+            self._weight_gradients[key] = tuple(priced.weight_gradients_s(strategy.micro_batch_size).tolist())
         return self._weight_gradients[key]
 
     def states(self, strategy: Strategy) -> StateCosts:

@@ -190,15 +190,8 @@ class Tables:
         """[R] seconds of the data axis that show in every forward, in every backward, and once a step."""
         first, end = self.rows
         backward = self.chain.backward[end] - self.chain.backward[first]
-        return exposed_times(
-            self.cluster,
-            strategy=self.strategy,
-            weight_bytes=self.elements * self.recipe.weights,
-            gradient_bytes=self.trainable * self.recipe.gradients,
-            layers=self.chain.sizes[end] - self.chain.sizes[first],
-            backward_s=backward,
-            backward_held=self.sent,
-        )
+        layers = self.chain.sizes[end] - self.chain.sizes[first]
+        return self.data_axes(self.elements, self.trainable, layers, backward_s=backward)
 
     @cached_property
     def sent(self) -> Held:
@@ -338,6 +331,20 @@ class Tables:
             backward_s=backward_s,
             backward_held=self.sent,
             prefetch=False,
+        )
+
+    def data_axes(
+        self, elements: Floats, trainable: Floats, layers: Integers, *, backward_s: Floats
+    ) -> tuple[Floats, Floats, Floats]:
+        """The same of many stages: seconds that show in every forward, in every backward, and once a step."""
+        return exposed_times(
+            self.cluster,
+            strategy=self.strategy,
+            weight_bytes=elements * self.recipe.weights,
+            gradient_bytes=trainable * self.recipe.gradients,
+            layers=layers,
+            backward_s=backward_s,
+            backward_held=self.sent,
         )
 
     def least_data_axis(
