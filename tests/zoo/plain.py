@@ -231,6 +231,30 @@ class MobileNet(nn.Module):
         return F.cross_entropy(self.head(x.mean(dim=(2, 3))), labels)
 
 
+class FrozenNorms(nn.Module):
+    """Batch norms that use their statistics and no longer change them, as in fine-tuning; a grouped convolution."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.norm_1 = nn.Conv2d(3, 16, 3, padding=1), nn.BatchNorm2d(16)
+        self.second, self.norm_2 = nn.Conv2d(16, 16, 3, padding=1, groups=4), nn.BatchNorm2d(16)
+        self.third, self.head = nn.Conv2d(16, 8, 1), nn.Linear(8, 8)
+        for norm in (self.norm_1, self.norm_2):
+            nn.init.uniform_(norm.running_var, 0.5, 2.0)
+            nn.init.normal_(norm.running_mean)
+
+    def train(self, mode: bool = True) -> FrozenNorms:
+        super().train(mode)
+        self.norm_1.eval()
+        self.norm_2.eval()
+        return self
+
+    def forward(self, images: Tensor, labels: Tensor) -> Tensor:
+        x = F.relu(self.norm_1(self.first(images)))
+        x = F.relu(self.norm_2(self.second(x)))
+        return F.cross_entropy(self.head(self.third(x).mean((2, 3))), labels)
+
+
 class ConvNeXt(nn.Module):
     """A depthwise convolution, a norm over channels moved to the back, a network, and a scale for each channel."""
 
@@ -476,6 +500,7 @@ PLAIN = (
     Entry(name="MLP-Mixer", kind="torch", build=_built(Mixer, image_batch), sequence=True),
     Entry(name="U-Net", kind="torch", build=_built(UNet, _unet_batch, width=8, levels=2)),
     Entry(name="ResNet, batch norm", kind="torch", build=_built(ResNet, image_batch)),
+    Entry(name="frozen batch norms", kind="torch", build=_built(FrozenNorms, image_batch)),
     Entry(name="ResNet, group norm", kind="torch", build=_built(GroupResNet, image_batch)),
     Entry(name="MobileNet", kind="torch", build=_built(MobileNet, image_batch)),
     Entry(name="ConvNeXt", kind="torch", build=_built(ConvNeXt, image_batch)),
