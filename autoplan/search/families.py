@@ -62,6 +62,8 @@ def _best(engine: Engine, name: str, axes: tuple[str, ...], sharded: bool | None
         chosen &= (getattr(candidates, axis) > 1) == (axis in axes)
     if sharded is not None:
         chosen &= (candidates.zero_stage > 0) == sharded
+    if not candidates.listed.all():  # a family stands for its degrees: under the plain schedule, which all of them run
+        chosen &= ~candidates.listed
     return best_where(engine, name, chosen)
 
 

@@ -199,15 +199,17 @@ def sends_s(tables: Tables, cuts: Sequence[int]) -> tuple[float, ...]:
     """Seconds of a micro-batch over each boundary of stages; the last rank sends to the first for the next chunk."""
     strategy, chain = tables.strategy, tables.chain
     width, ranks = strategy.data * strategy.tensor, strategy.pipeline
+    seconds: dict[tuple[int, float], float] = {}  # the chunks of a rank mostly send alike
     found = []
     for boundary, (first, end) in enumerate(itertools.pairwise(cuts[1:])):
-        amount = chain.cut_bytes[first] if chain.crossing is None else chain.crossing.received[first, end]
-        rank = boundary % ranks
-        if rank < ranks - 1:
-            seconds = communication.boundary_send_s(tables.cluster, float(amount), stage=rank, distance=width)
-        else:
-            seconds = communication.send_s(tables.cluster, float(amount), (ranks - 1) * width)
-        found.append(seconds)
+        amount = float(chain.cut_bytes[first] if chain.crossing is None else chain.crossing.received[first, end])
+        key = boundary % ranks, amount
+        if key not in seconds:
+            if key[0] < ranks - 1:
+                seconds[key] = communication.boundary_send_s(tables.cluster, amount, stage=key[0], distance=width)
+            else:
+                seconds[key] = communication.send_s(tables.cluster, amount, (ranks - 1) * width)
+        found.append(seconds[key])
     return tuple(found)
 
 
