@@ -109,8 +109,8 @@ class Kinds:
         return Kept(
             saved_bytes={policy: fixed + each * micro_batch for policy, (fixed, each) in saved.items()},
             passing_bytes=np.maximum(passing, passing_each * micro_batch),
-            elements=np.array([float(sum(p.elements for p in kind.parameters)) for kind in self.kinds]),
-            trainable=np.array([float(sum(p.elements for p in k.parameters if p.trainable)) for k in self.kinds]),
+            elements=self._elements[0],
+            trainable=self._elements[1],
         )
 
     def seconds(self, micro_batch: int) -> Seconds:
@@ -142,6 +142,13 @@ class Kinds:
         for positions, kind in self._stacks:
             found[positions] = weight_gradient_s(kind, self.cluster.device, micro_batch=micro_batch)
         return found
+
+    @cached_property
+    def _elements(self) -> tuple[Floats, Floats]:
+        """[K] parameter elements of a layer, and those that train."""
+        total = [float(sum(p.elements for p in kind.parameters)) for kind in self.kinds]
+        trained = [float(sum(p.elements for p in kind.parameters if p.trainable)) for kind in self.kinds]
+        return np.array(total), np.array(trained)
 
     @cached_property
     def _activations(self) -> tuple[dict[str, tuple[Floats, Floats]], tuple[Floats, Floats]]:

@@ -18,23 +18,20 @@ import dataclasses
 import itertools
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
 from numpy.typing import NDArray
 
 from autoplan import schedules
-from autoplan.cluster import Cluster
 from autoplan.cost_models import communication, compute
-from autoplan.cost_models.contention import NOTHING, Held, held_by_send
 from autoplan.cost_models.data_parallel import DataParallelTime, data_parallel_time, exposed_times, least_exposed_times
 from autoplan.cost_models.piecewise import at_values
 from autoplan.cost_models.recipes import Recipe
-from autoplan.plan import Strategy
-from autoplan.search.chain import Chain
 from autoplan.search.pricing import StateCosts
 from autoplan.search.savings import Needs
+from autoplan.search.sends import StageSends
 from autoplan.search.timing import StageTimes
 
 Floats = NDArray[np.float64]
@@ -45,19 +42,15 @@ MARGIN = 1e-6
 
 
 @dataclass(frozen=True, kw_only=True)
-class Tables:
+class Tables(StageSends):
     """``period_limit_s``: spans with a longer period (before recompute) are left out. ``only``: the spans of one
     split, and no others."""
 
-    chain: Chain
-    strategy: Strategy
-    cluster: Cluster
     recipe: Recipe
     states: StateCosts
     usable_bytes: float
     period_limit_s: float = math.inf
     only: tuple[tuple[int, int], ...] | None = None
-    _by_boundary: dict[int, Floats] = field(default_factory=dict, init=False)
 
     @cached_property
     def _flights(self) -> Integers:
@@ -192,16 +185,6 @@ class Tables:
         backward = self.chain.backward[end] - self.chain.backward[first]
         layers = self.chain.sizes[end] - self.chain.sizes[first]
         return self.data_axes(self.elements, self.trainable, layers, backward_s=backward)
-
-    @cached_property
-    def sent(self) -> Held:
-        """What a stage's sends hold of its links beside one backward: one message, of what the smallest cut passes.
-        Not counted where values go further than to the next layer: what is sent then depends on the order of layers."""
-        least = self.chain.least_crossing
-        if self.strategy.pipeline == 1 or self.chain.crossing is not None or not 0 < least < math.inf:
-            return NOTHING
-        distance = self.strategy.data * self.strategy.tensor
-        return held_by_send(self.cluster, communication.send_s(self.cluster, least, distance), distance=distance)
 
     @cached_property
     def elements(self) -> Floats:
@@ -375,43 +358,3 @@ class Tables:
         if self.chain.crossing is None:
             return ()
         return tuple(float(self._sent_s(s, first[s : s + 1], end[s : s + 1])[0]) for s in range(len(first) - 1))
-
-    def sends_around(self, stage: int, first: Integers, end: Integers) -> Floats:
-        """Seconds a micro-batch that spans receive and send on ``stage``."""
-        around = np.zeros(len(first))
-        if stage > 0:
-            around = around + self._receive_s(stage, first, end)
-        if stage < self.strategy.pipeline - 1:
-            around = around + self._sent_s(stage, first, end)
-        return around
-
-    def _receive_s(self, stage: int, first: Integers, end: Integers) -> Floats:
-        crossing = self.chain.crossing
-        if crossing is None:
-            return self.send_s(stage - 1)[first]
-        return self._priced(stage - 1, crossing.received[first, end])
-
-    def _sent_s(self, stage: int, first: Integers, end: Integers) -> Floats:
-        crossing = self.chain.crossing
-        if crossing is None:
-            return self.send_s(stage)[end]
-        return self._priced(stage, crossing.sent[first, end])
-
-    def _priced(self, boundary: int, amounts: Floats) -> Floats:
-        """Seconds over the link between stage ``boundary`` and the next."""
-        width = self.strategy.data * self.strategy.tensor
-        return at_values(
-            lambda b: communication.boundary_send_s(self.cluster, b, stage=boundary, distance=width), amounts
-        )
-
-    def send_s(self, boundary: int) -> Floats:
-        """[L + 1] seconds to send one micro-batch from stage ``boundary`` to the next, by cut."""
-        distance = self.strategy.data * self.strategy.tensor
-        # Boundaries that lie alike in their nodes take the same time.
-        alike = boundary * distance % self.cluster.gpus_per_node
-        if alike not in self._by_boundary:
-            distinct, back = self.chain.distinct_cuts
-            self._by_boundary[alike] = np.array(
-                [communication.boundary_send_s(self.cluster, b, stage=boundary, distance=distance) for b in distinct]
-            )[back]
-        return self._by_boundary[alike]
