@@ -37,7 +37,7 @@ SUMMARIES = {
     "emit": "Write the plan's program as readable Python that needs only torch: `torchrun train.py` trains it.",
     "export": "Write a plan as another tool's configuration, and say what that tool cannot express of it.",
     "import": "Read another tool's configuration as a strategy, for `predict --strategy` or `plan --strategy`.",
-    "run": "Run a script under torchrun, one process a GPU. What follows `--` goes to the script untouched.",
+    "run": "Run a script on local processes, one a GPU. What follows `--` goes to the script untouched.",
     "models": "List the presets and where their figures come from.",
     "clusters": "List the GPU kinds known, with the figures plans are made from.",
     "doctor": "Check versions, GPUs, solvers and that processes start and talk to each other.",

@@ -23,7 +23,7 @@ def run(
         int, typer.Option("--max-restarts", min=0, metavar="N", help="Go on without failed ranks, at most N times.")
     ] = 0,
 ) -> None:
-    """Run a script under torchrun, one process a GPU. What follows `--` goes to the script untouched.
+    """Run a script on local processes, one a GPU. What follows `--` goes to the script untouched.
 
     Exits with the failed process's own code. With --max-restarts the script starts again on the ranks that did not
     fail: autoplan.compile plans for them, and Checkpoints.resume() goes on from the latest checkpoint.
