@@ -11,6 +11,7 @@ Floats = NDArray[np.float64]
 
 # As many distinct values are each asked for; of more, those that a straight line between two others does not tell.
 FEW = 6
+SMALL = 512  # values that Python sorts out faster than numpy
 # Relative to the price: three points on one line.
 _STRAIGHT = 1e-12
 
@@ -22,6 +23,10 @@ def at_values(price: Callable[[float], float], values: Floats) -> Floats:
     prices that are piecewise straight and bend in one direction, as the cheaper of two algorithms does. A plan is
     priced again exactly in any case.
     """
+    flat = np.ravel(values).tolist()
+    if len(flat) <= SMALL and len(found := set(flat)) <= FEW:
+        by_value = {value: price(value) for value in found}
+        return np.array([by_value[value] for value in flat]).reshape(np.shape(values))
     distinct, back = np.unique(values, return_inverse=True)
     prices = np.zeros(len(distinct))
     known = int(np.searchsorted(distinct, 0.0, side="right"))  # nothing to send has a price of its own

@@ -109,6 +109,16 @@ class Chain:
         return self.prefix(self._periods_s)
 
     @cached_property
+    def extra_sums(self) -> dict[str, Floats]:
+        """Prefix sums of what each policy recomputes, in seconds."""
+        return {policy: self.prefix(extra_s) for policy, extra_s in self.seconds.extra_s.items()}
+
+    @cached_property
+    def saved_sums(self) -> dict[str, Floats]:
+        """Prefix sums of the bytes that each policy keeps."""
+        return {policy: self.prefix(saved) for policy, saved in self.kept.saved_bytes.items()}
+
+    @cached_property
     def forward(self) -> Floats:
         """Prefix sums of forward seconds, collectives of the tensor axis included."""
         return self.prefix(self.seconds.forward_s + self.seconds.tensor_forward_s)

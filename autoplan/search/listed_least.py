@@ -73,7 +73,7 @@ def _least_recompute_s(
     room = (capacity - states.per_element * own[0] - states.per_trainable * own[1]) / (1 + states.reserve)
     least, first_s = np.full((strategy.virtual_stages, ranks), math.inf), _extra_s(chain, chain.policies[0], at)
     for policy in chain.policies:
-        kept = np.diff(chain.prefix(chain.kept.saved_bytes[policy])[at]).reshape(-1, ranks)
+        kept = np.diff(chain.saved_sums[policy][at]).reshape(-1, ranks)
         moment = (held * kept).sum(axis=0) + _window_bytes(chain, policy, states.window_per_element, at, ranks)
         more_s = (_extra_s(chain, policy, at) - first_s).reshape(-1, ranks)
         least = np.where(moment <= room, np.minimum(least, more_s), least)
@@ -81,7 +81,7 @@ def _least_recompute_s(
 
 
 def _extra_s(chain: Chain, policy: str, at: Integers) -> Floats:
-    found: Floats = np.diff(chain.prefix(chain.seconds.extra_s[policy])[at])
+    found: Floats = np.diff(chain.extra_sums[policy][at])
     return found
 
 
