@@ -56,10 +56,11 @@ _ALONG = frozenset(("gather_from_axis", "gather_for_axis", "scatter_to_axis", "s
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ContextGraph:
-    """``origin``: original node names of inserted nodes."""
+    """``origin``: original node names of inserted nodes; ``placements``: how each node's value lies over the axis."""
 
     graph_module: GraphModule
     origin: dict[str, str]
+    placements: dict[str, Placement]
 
 
 def context_parallel(
@@ -69,7 +70,9 @@ def context_parallel(
     ``layer_of`` by node name. Raises StrategyError where the batch holds no sequence that can be dealt out, or an
     operator works along it."""
     writer = _Writer(graph_module, degree, layer_of, _sequences(inputs, degree))
-    return ContextGraph(graph_module=writer.write(), origin=writer.origin)
+    written = writer.write()
+    placements = {node.name: placement for node, placement in writer.placed.items()}
+    return ContextGraph(graph_module=written, origin=writer.origin, placements=placements)
 
 
 def _sequences(inputs: Sequence[InputSpec], degree: int) -> frozenset[str]:

@@ -8,6 +8,7 @@ from typing import Any
 from torch import Tensor
 from torch.fx import Node
 
+from autoplan.passes.graph_facts import memory_order
 from autoplan.sharding.placements import Placement, Shard
 
 
@@ -19,16 +20,18 @@ class LocalValues:
     _made: dict[tuple[Any, ...], Tensor] = field(init=False, default_factory=dict)
 
     def of(self, value: Any, dim: int) -> Any:
-        """``value``, a tensor or a tuple of tensors, with a rank's part of ``dim``."""
+        """``value``, a tensor or a tuple of tensors, with a rank's part of ``dim``, in memory as ``value`` lies."""
         if isinstance(value, (tuple, list)):
             return type(value)(self.of(item, dim) for item in value)
         if value.dim() <= dim:  # an element that nothing reads, of a tuple whose elements are unlike
             return value
-        key = (*map(str, value.shape), value.dtype, value.device, dim)
+        order = memory_order(value)
+        key = (*map(str, value.shape), value.dtype, value.device, dim, order)
         if key not in self._made:
             sizes = list(value.shape)
             sizes[dim] = sizes[dim] // self.degree
-            self._made[key] = value.detach().new_empty(sizes)
+            made = value.detach().new_empty([sizes[d] for d in order])
+            self._made[key] = made.permute([order.index(d) for d in range(len(order))])
         return self._made[key]
 
 

@@ -1,9 +1,10 @@
 """Which operator is the first to differ: a step in which every rank holds its values against the single process's.
 
 Forward values of the whole batch, and their gradients, are recorded in one process. Each rank then runs its stage
-operator by operator and compares what it has: the rows of its data rank and micro-batch, and of those its shard, as
-the linter places it. In the forward the first operator that differs is the culprit; where all values agree, the
-gradient that is wrong *last* in the graph, for the backward runs from the loss.
+operator by operator and compares what it has: the rows of its data rank and micro-batch, of those its shard, as the
+linter places it, and of that its positions under a context axis. What lies in another order of rows where the batch is
+split (rows sorted by expert) is left out. In the forward the first operator that differs is the culprit; where all
+values agree, the gradient that is wrong *last* in the graph, for the backward runs from the loss.
 """
 
 from __future__ import annotations
@@ -47,16 +48,36 @@ class Wrong(NamedTuple):
 def record(capture: Capture, batch: Any) -> dict[str, Recorded]:
     """Every batched value of the captured graph, and the loss's gradient with respect to it."""
     keeper = _Keeper(capture.graph_module)
-    loss = keeper.run(*gather_inputs(capture, batch))
+    inputs = gather_inputs(capture, batch)
+    loss = keeper.run(*inputs)
     while isinstance(loss, (tuple, list)):
         loss = loss[0]
     loss.backward()
+    mixed = _mixed(capture, inputs, keeper.values)
     found: dict[str, Recorded] = {}
     for position, node in enumerate(capture.graph_module.graph.nodes):
         per_sample = _rows_a_sample(node)
-        if per_sample and node.name in keeper.values:
+        if per_sample and node.name in keeper.values and node.name not in mixed:
             found[node.name] = Recorded(position, per_sample, keeper.values[node.name], keeper.gradients.get(node.name))
     return found
+
+
+def _mixed(capture: Capture, inputs: Sequence[Tensor], whole: Mapping[str, Tensor]) -> frozenset[str]:
+    """The values of which half the samples alone do not give their own rows: those lie in another order."""
+    if not capture.dynamic_batch or capture.couplings:
+        return frozenset()
+    batched = {spec.placeholder for spec in capture.inputs if spec.batched}
+    names = [spec.placeholder for spec in capture.inputs]
+    half = max(1, next((len(t) for name, t in zip(names, inputs, strict=True) if name in batched), 2) // 2)
+    keeper = _Keeper(capture.graph_module)
+    with torch.no_grad():
+        keeper.run(*(t[-half:] if name in batched else t for name, t in zip(names, inputs, strict=True)))
+    found = set()
+    for name, value in keeper.values.items():
+        rows = whole[name][-len(value) :] if value.dim() and len(value) else whole[name]
+        if value.dim() and not (rows.shape == value.shape and torch.allclose(rows.double(), value.double())):
+            found.add(name)
+    return frozenset(found)
 
 
 def _rows_a_sample(node: Node) -> int:
@@ -96,16 +117,22 @@ class _Keeper(Interpreter):
 
 
 def compare_rank(
-    program: Program, batch: Any, recorded: Mapping[str, Recorded], placements: Mapping[str, Placement]
+    program: Program,
+    batch: Any,
+    recorded: Mapping[str, Recorded],
+    placements: Mapping[str, Placement],
+    positions: Mapping[str, Placement],
 ) -> list[Wrong]:
-    """One step on the calling rank; what differs."""
+    """One step on the calling rank; what differs. ``placements`` over the tensor axis, ``positions`` over context."""
     part, strategy = program._rank_part(), program.plan.strategy
     probes: list[_Probe] = []
     if part.interpreter is not None and part.mesh.at is not None:
-        rows = _rows(program._capture, batch, strategy, part.mesh.at.data)
+        rows = _rows(program._capture, batch, strategy, part.mesh.data_index)
+        context = _Axis(positions, part.mesh.at.data % strategy.context, strategy.context)
         for index, chunk in part.interpreter.chunks.items():
             module = chunk.stage.graph_module
-            probe: Any = _Probe(module, rows, recorded, placements, part.mesh.at.tensor, strategy)
+            tensor = _Axis(placements, part.mesh.at.tensor, strategy.tensor)
+            probe: Any = _Probe(module, rows, recorded, tensor, context)
             probes.append(probe)
             stage = dataclasses.replace(chunk.stage, graph_module=probe)
             part.interpreter.chunks[index] = dataclasses.replace(chunk, stage=stage)
@@ -125,6 +152,23 @@ def _rows(capture: Capture, batch: Any, strategy: Strategy, data_rank: int) -> l
     return found
 
 
+class _Axis(NamedTuple):
+    """How values lie over an axis, and this rank's place on it."""
+
+    placements: Mapping[str, Placement]
+    rank: int
+    degree: int
+
+
+def _positions(whole: Tensor, state: Shard, *, rank: int, degree: int) -> Tensor:
+    """Of every sequence along a dimension, this rank's piece from the front and its piece from the back."""
+    mine = []
+    for run in whole.split(state.sizes(whole.shape[state.dim]), dim=state.dim):
+        pieces = run.chunk(2 * degree, dim=state.dim)
+        mine += [pieces[rank], pieces[2 * degree - 1 - rank]]
+    return torch.cat(mine, dim=state.dim)
+
+
 class _Probe(nn.Module):
     """Stands for a stage's graph: runs it operator by operator and compares. Forwards come in micro-batches' order."""
 
@@ -133,13 +177,12 @@ class _Probe(nn.Module):
         module: GraphModule,
         rows: Sequence[range],
         recorded: Mapping[str, Recorded],
-        placements: Mapping[str, Placement],
-        tensor_rank: int,
-        strategy: Strategy,
+        tensor: _Axis,
+        context: _Axis,
     ) -> None:
         super().__init__()
-        self.module, self.rows, self.recorded, self.placements = module, rows, recorded, placements
-        self.tensor_rank, self.degree = tensor_rank, strategy.tensor
+        self.module, self.rows, self.recorded = module, rows, recorded
+        self.tensor, self.context = tensor, context
         self.wrong: list[Wrong] = []
         self.forwards = 0
 
@@ -151,12 +194,17 @@ class _Probe(nn.Module):
     def check(self, kind: str, name: str, rows: range, found: Tensor) -> None:
         known = self.recorded[name]
         whole = known.value if kind == "value" else known.gradient
-        state = self.placements.get(name, REPLICATE)
-        if whole is None or isinstance(state, Partial if kind == "value" else Copied):
+        summand = Partial if kind == "value" else Copied
+        states = [axis.placements.get(name, REPLICATE) for axis in (self.tensor, self.context)]
+        if whole is None or any(isinstance(state, summand) for state in states):
             return
         wanted = whole[rows.start * known.per_sample : rows.stop * known.per_sample]
-        if isinstance(state, Shard):
-            wanted = take_shard(wanted, state, index=self.tensor_rank, degree=self.degree)
+        if isinstance(states[0], Shard):
+            wanted = take_shard(wanted, states[0], index=self.tensor.rank, degree=self.tensor.degree)
+        if isinstance(states[1], Shard):
+            wanted = _positions(wanted, states[1], rank=self.context.rank, degree=self.context.degree)
+        elif kind == "gradient" and self.context.degree > 1:
+            return  # every rank's gradient of a whole value may be a summand
         if wanted.shape != found.shape:
             self.wrong.append(Wrong(kind, name, known.position, float(found.numel()), 0.0))
             return

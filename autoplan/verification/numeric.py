@@ -141,7 +141,8 @@ def compare(subject: Subject, reduced: tuple[str, ...] = ()) -> tuple[Numeric, t
     if not wrong:
         return Numeric(status="equal", layers=table, **shared), checks
     placements = _placed(programs, strategy.tensor)
-    first = _first(subject, program, batches[0], placements, wrong, names)
+    positions = programs.positions if programs is not None else {}
+    first = _first(subject, program, batches[0], placements, positions, wrong, names)
     return Numeric(status="differs", layers=table, first=first, **shared), checks
 
 
@@ -293,6 +294,7 @@ def _first(
     program: Program,
     batch: Any,
     placements: Mapping[str, Placement],
+    positions: Mapping[str, Placement],
     wrong: Sequence[tuple[int, numbers.Finding]],
     names: _Names,
 ) -> Difference:
@@ -300,14 +302,14 @@ def _first(
     earliest = min(finding.step for _, finding in wrong)
     gradients = [(rank, f) for rank, f in wrong if f.quantity == "gradient" and f.step == earliest]
     located: list[tuple[int, locate.Wrong]] = []
-    # Values of a rank's positions, or of its experts, are not compared one by one.
-    whole = subject.plan.strategy.context == subject.plan.strategy.expert == 1
-    if whole and any(f.quantity in ("loss", "gradient", "gradient norm") and f.step == 0 for _, f in wrong):
+    # Shares of a sequence over two axes at once are not compared value by value.
+    alone = subject.plan.strategy.context == 1 or not subject.plan.strategy.sequence_parallel
+    if alone and any(f.quantity in ("loss", "gradient", "gradient norm") and f.step == 0 for _, f in wrong):
         with numbers.values_kept(subject.capture):
             recorded = locate.record(subject.capture, batch)
         try:
             by_rank = _on_ranks(
-                subject.plan.strategy.gpus, lambda: locate.compare_rank(program, batch, recorded, placements)
+                subject.plan.strategy.gpus, lambda: locate.compare_rank(program, batch, recorded, placements, positions)
             )
         except RuntimeFault:
             by_rank = []

@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from torch import nn
 from torch.fx import GraphModule, Node
@@ -41,7 +41,7 @@ BYTES_OF_ROUNDING = 1e-6  # memory terms are sums of floats
 class Programs:
     """The distinct graphs of a plan: before and after the split over the tensor axis, then with a rank's experts and on
     its positions where there are such axes (``running``), and by stage. ``experts``: parameters whose experts are
-    spread."""
+    spread; ``positions``: how values lie over the context axis, by node."""
 
     whole: GraphModule
     sharded: GraphModule
@@ -50,6 +50,7 @@ class Programs:
     stages: tuple[StageGraph, ...]
     sharding: Sharding | None
     experts: frozenset[str] = frozenset()
+    positions: Mapping[str, Placement] = field(default_factory=dict)
 
 
 def check_static(
@@ -84,7 +85,7 @@ def build_programs(capture: Capture, layers: LayerGraph, plan: Plan, cluster: Cl
         written = sharding_pass.shard_tensors(whole, sharding)
         sharded, placements = written.graph_module, written.parameters
         stage |= {name: stage[origin] for name, origin in written.origin.items() if origin in stage}
-    running, experts = sharded, frozenset[str]()
+    running, experts, positions = sharded, frozenset[str](), dict[str, Placement]()
     if plan.strategy.expert > 1:
         spread = expert_parallel(sharded, degree=plan.strategy.expert)
         running, experts = spread.graph_module, spread.parameters
@@ -92,7 +93,7 @@ def build_programs(capture: Capture, layers: LayerGraph, plan: Plan, cluster: Cl
     if plan.strategy.context > 1:
         layer_of = {name: index for index, layer in enumerate(layers.layers) for name in layer.nodes}
         dealt = context_parallel(running, capture.inputs, degree=plan.strategy.context, layer_of=layer_of)
-        running = dealt.graph_module
+        running, positions = dealt.graph_module, dealt.placements
         stage |= {name: stage[origin] for name, origin in dealt.origin.items() if origin in stage}
     stages = split_stages.split_stages(running, stage)
     return Programs(
@@ -103,6 +104,7 @@ def build_programs(capture: Capture, layers: LayerGraph, plan: Plan, cluster: Cl
         stages=stages,
         sharding=sharding,
         experts=experts,
+        positions=positions,
     )
 
 

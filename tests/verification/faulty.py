@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.fx import GraphModule, Node
 
-from autoplan.passes import operators
+from autoplan.passes import context_operators, expert_operators, operators
 from autoplan.passes.shard_tensors import ShardedGraph
 from autoplan.passes.split_stages import StageGraph
 from autoplan.runtime import build, data_parallel, interpreter, rank_part, state
@@ -260,3 +260,99 @@ def gradient_of_zeros(patch: Patch) -> None:
                 parameter.grad = torch.zeros_like(parameter)
 
     patch.setattr(data_parallel.GradientSync, "finish_step", filled)
+
+
+def lost_weight_gradients(patch: Patch) -> None:
+    """Backwards in two parts, of which the first micro-batch's second never runs on the first stage."""
+    original = interpreter.RankInterpreter._weight_gradients
+
+    def losing(self: Any, action: Any, run: Any, last: Any) -> None:
+        if (action.stage, action.micro_batch) != (0, 0):
+            original(self, action, run, last)
+
+    patch.setattr(interpreter.RankInterpreter, "_weight_gradients", losing)
+
+
+def labels_of_another_micro_batch(patch: Patch) -> None:
+    original = rank_part.RankPart._with_totals
+
+    def shifted(self: Any, parts: Any) -> Any:
+        parts = original(self, parts)
+        labels = [part.inputs["labels"] for part in parts]
+        if len({value.shape for value in labels}) > 1:
+            return parts
+        moved = zip(parts, [*labels[1:], labels[0]], strict=True)
+        return [dataclasses.replace(part, inputs={**part.inputs, "labels": other}) for part, other in moved]
+
+    patch.setattr(rank_part.RankPart, "_with_totals", shifted)
+
+
+def norm_of_own_stage(patch: Patch) -> None:
+    """Gradients are clipped by the norm of what a stage holds."""
+    original = rank_part.RankPart.gradient_norm
+
+    def own(self: Any, norm_type: float) -> Tensor:
+        with pytest.MonkeyPatch.context() as inside:
+            inside.setattr(type(self.mesh), "sum_over_world", lambda mesh, tensor: tensor)
+            return original(self, norm_type)
+
+    patch.setattr(rank_part.RankPart, "gradient_norm", own)
+
+
+# ------------------------------------------------------------------------------------------------ the context axis
+
+
+def wrong_position_share(patch: Patch) -> None:
+    """A rank is dealt two neighbouring pieces of the sequence, where it should get one of each end."""
+
+    def neighbouring(x: Tensor, rank: int, ranks: int, dim: int, *_: Any) -> Tensor:
+        return x.chunk(ranks, dim)[rank]
+
+    patch.setattr(context_operators, "_deal", neighbouring)
+
+
+def keys_in_order_of_ranks(patch: Patch) -> None:
+    """What ranks gather is joined rank by rank, and not as the sequence goes."""
+    patch.setattr(context_operators, "_collect", lambda shards, dim, *_: torch.cat(shards, dim))
+
+
+def missing_reduce_scatter(patch: Patch) -> None:
+    """A rank keeps its slice of its own gradient of the keys and values, and nobody adds the others'."""
+
+    def alone(ctx: Any, gradient: Tensor) -> Any:
+        rank, ranks = ctx.communicator.rank(ctx.axis), ctx.communicator.size(ctx.axis)
+        return context_operators._deal(gradient, rank, ranks, *ctx.layout), None, None, None, None
+
+    patch.setattr(context_operators._AllPositions, "backward", staticmethod(alone))
+
+
+# ------------------------------------------------------------------------------------------------- the expert axis
+
+
+def rows_returned_in_another_order(patch: Patch) -> None:
+    """Results of experts come back as they lay at the experts."""
+
+    def back(x: Tensor, route: Tensor, communicator: Any, axis: str) -> Tensor:
+        sent, received = route.sum(-1).tolist()
+        return communicator.all_to_all(x.contiguous(), received, sent, axis)
+
+    patch.setattr(expert_operators, "_back", back)
+
+
+def dropped_count(patch: Patch) -> None:
+    """One row that a rank got is not counted as its expert's: the next expert takes it for its own."""
+    original = expert_operators.route_rows
+
+    def uncounted(offsets: Tensor, axis: str) -> tuple[Tensor, Tensor]:
+        ends, route = original(offsets, axis)
+        return torch.cat([(ends[:1] - 1).clamp(min=0), ends[1:]]), route
+
+    patch.setattr(expert_operators, "route_rows", uncounted)
+
+
+def experts_of_another_rank(patch: Patch) -> None:
+    """Each rank holds the experts whose rows go to the other."""
+    from autoplan.runtime.collectives import Mesh
+
+    turned = property(lambda self: self.expert_degree - 1 - self.at.data % self.expert_degree)
+    patch.setattr(Mesh, "expert_index", turned)

@@ -13,12 +13,17 @@ from torch import Tensor, nn
 from autoplan.capture import capture
 from autoplan.cluster import Cluster
 from autoplan.layers import build_layers
+from autoplan.passes.lint import check_placements
+from autoplan.runtime import Program, launch
+from autoplan.verification import locate
 from autoplan.verification.numeric import Subject, compare, subject_of
 from autoplan.verification.precision import float64_throughout
 from autoplan.verification.shrink import Small
+from autoplan.verification.static import check_static
 from tests.support import models
 from tests.support.plans import hand_plan
 from tests.verification import faulty
+from tests.zoo.families import FAMILIES
 
 
 class TwoStreams(nn.Module):
@@ -42,16 +47,27 @@ def two_streams(*, samples: int = 8) -> tuple[nn.Module, dict[str, Tensor]]:
     return TwoStreams(), {"x": torch.randn(samples, 8), "y": torch.randn(samples, 8)}
 
 
+def mixtral(*, samples: int = 8) -> tuple[nn.Module, Any]:
+    """Two blocks with four experts each."""
+    built = next(entry for entry in FAMILIES if entry.name == "Mixtral").build()
+    return built[0], built[1]
+
+
 BUILDERS: dict[str, Any] = {
     "nanogpt": functools.partial(models.nano_gpt, layers=2),
     "cnn": models.batch_norm_cnn,
     "streams": two_streams,
+    "mixtral": mixtral,
 }
 STRATEGIES: dict[str, dict[str, Any]] = {
     "tensor": {"tensor": 2, "micro_batch_size": 4, "micro_batches": 2},
     "sequence": {"tensor": 2, "micro_batch_size": 4, "micro_batches": 2, "sequence_parallel": True},
     "data": {"data": 2, "micro_batch_size": 2, "micro_batches": 2},
     "pipeline": {"pipeline": 2, "micro_batch_size": 2, "micro_batches": 4},
+    "zero_bubble": {"pipeline": 2, "micro_batch_size": 2, "micro_batches": 4, "schedule": "zero_bubble"},
+    "context": {"context": 2, "micro_batch_size": 4, "micro_batches": 2},
+    "context_tensor": {"context": 2, "tensor": 2, "micro_batch_size": 8},
+    "expert": {"data": 2, "expert": 2, "micro_batch_size": 2, "micro_batches": 1},
     "model": {"pipeline": 2, "micro_batch_size": 8},
 }
 
@@ -91,6 +107,15 @@ FAULTS: list[tuple[str, str, str, str]] = [
     ("gathered_gradient_not_summed", "nanogpt", "sequence", "h.1"),
     ("forgotten_norm_gradients", "nanogpt", "sequence", "h.1"),
     ("gradient_of_zeros", "streams", "pipeline", "right.3"),
+    ("lost_weight_gradients", "nanogpt", "zero_bubble", "h.0"),
+    ("labels_of_another_micro_batch", "nanogpt", "pipeline", "lm_head"),
+    ("norm_of_own_stage", "nanogpt", "pipeline", ""),
+    ("wrong_position_share", "nanogpt", "context", "wte"),
+    ("keys_in_order_of_ranks", "nanogpt", "context", "h.0"),
+    ("missing_reduce_scatter", "nanogpt", "context", "h.1"),
+    ("rows_returned_in_another_order", "mixtral", "expert", "model.layers.0"),
+    ("dropped_count", "mixtral", "expert", "model.layers.0"),
+    ("experts_of_another_rank", "mixtral", "expert", "model.layers.0"),
 ]
 CASES = [
     pytest.param(*fault, id=fault[0], marks=() if index < 4 else pytest.mark.wide) for index, fault in enumerate(FAULTS)
@@ -103,7 +128,8 @@ def test_a_planted_fault_is_caught_in_its_layer(
 ) -> None:
     chosen = subject(model, strategy)
     getattr(faulty, fault)(monkeypatch)
-    found, _ = compare(chosen)
+    with float64_throughout():
+        found, _ = compare(chosen)
     assert found.status == "differs"
     assert found.first is not None
     assert found.first.layer == layer, found.first.describe()
@@ -111,10 +137,54 @@ def test_a_planted_fault_is_caught_in_its_layer(
 
 
 @pytest.mark.parametrize(
-    ("model", "strategy"), [("nanogpt", "tensor"), ("nanogpt", "sequence"), ("streams", "pipeline"), ("cnn", "model")]
+    ("model", "strategy"),
+    [
+        ("nanogpt", "tensor"),
+        ("nanogpt", "sequence"),
+        ("streams", "pipeline"),
+        ("cnn", "model"),
+        pytest.param("nanogpt", "zero_bubble", marks=pytest.mark.wide),
+        pytest.param("nanogpt", "context", marks=pytest.mark.wide),
+        pytest.param("nanogpt", "context_tensor", marks=pytest.mark.wide),
+        pytest.param("mixtral", "expert", marks=pytest.mark.wide),
+    ],
 )
 def test_without_a_fault_all_is_equal(model: str, strategy: str) -> None:
-    found, checks = compare(subject(model, strategy))
+    with float64_throughout():
+        found, checks = compare(subject(model, strategy))
     assert found.status == "equal", found.first
     assert all(check.ok for check in checks if check.name != "memory"), checks
     assert max(row.worst for row in found.layers) < 1.0
+
+
+@pytest.mark.wide
+@pytest.mark.parametrize(
+    ("model", "strategy"),
+    [("nanogpt", "tensor"), ("nanogpt", "context"), ("nanogpt", "context_tensor"), ("mixtral", "expert")],
+)
+def test_every_value_of_a_sound_program_is_its_share_of_the_single_processs(model: str, strategy: str) -> None:
+    chosen = subject(model, strategy)
+    with float64_throughout():
+        _, programs = check_static(chosen.capture, chosen.layers, chosen.plan, chosen.cluster)
+        assert programs is not None
+        degree, placements = chosen.plan.strategy.tensor, {}
+        if degree > 1:
+            placements = check_placements(programs.sharded, programs.whole, programs.placements, degree=degree)
+        batch = chosen.small.example_inputs
+        recorded = locate.record(chosen.capture, batch)
+        program = Program(
+            chosen.capture,
+            chosen.plan,
+            chosen.layers,
+            cluster=chosen.cluster,
+            sharding=chosen.sharding,
+            device="cpu",
+        )
+        found = launch(
+            lambda: locate.compare_rank(program, batch, recorded, placements, programs.positions),
+            gpus=chosen.plan.strategy.gpus,
+            device="cpu",
+            timeout_s=60.0,
+        )
+    assert recorded
+    assert not [wrong for own in found for wrong in own]
