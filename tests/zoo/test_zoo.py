@@ -6,7 +6,7 @@ import pytest
 
 from tests.zoo.matrix import AXES, run_entry
 from tests.zoo.models import BY_NAME, ZOO
-from tests.zoo.table import SHOWN, recorded, refused
+from tests.zoo.table import PAGE, SHOWN, recorded, refused
 
 NAMED = [
     "GPT-2",
@@ -66,6 +66,13 @@ def test_the_page_has_every_model_and_nine_in_ten_pairs_are_equal() -> None:
     assert set(shown) <= {SHOWN["equal"], SHOWN["refused"], SHOWN["n.a."]}
     assert equal >= 0.9 * (equal + without)
     assert set(refusals) == {name for name, row in cells.items() if SHOWN["refused"] in row}
+
+
+def test_readme_shows_the_pages_table() -> None:
+    readme = (PAGE.parents[1] / "README.md").read_text().splitlines()
+    rows = [line for line in PAGE.read_text().splitlines() if line.startswith("|")]
+    first = readme.index(rows[0])
+    assert readme[first : first + len(rows)] == rows
 
 
 def test_the_zoo_is_wide() -> None:
