@@ -53,9 +53,9 @@ class Program:
     def step(self, batch: Mapping[str, Tensor]) -> float:
         """Forward and backward of a whole global batch of GLOBAL_BATCH samples; every rank passes all of it and takes
         its rows. Gradients add to those there are, as in torch. Returns the loss on every rank."""
-        earlier = [(each, each.grad) for each in self.parameters() if each.grad is not None]
-        for each, _ in earlier:
-            each.grad = None
+        earlier = [(parameter, parameter.grad) for parameter in self.parameters() if parameter.grad is not None]
+        for parameter, _ in earlier:
+            parameter.grad = None
         samples = model.MICRO_BATCH_SIZE
         first = self.mesh.data_rank * model.MICRO_BATCHES * samples
         rows = [range(first + m * samples, first + (m + 1) * samples) for m in range(model.MICRO_BATCHES)]
@@ -69,8 +69,8 @@ class Program:
         self.gradients.finish_step()
         parallel.sum_tied(self.mesh, self.gradients.optimised, model.TIED)  # if TIED
         parallel.sum_over_tensor(self.mesh, self.gradients.optimised, self.specs)  # if SUMMED
-        for each, gradient in earlier:
-            each.grad = gradient if each.grad is None else each.grad + gradient
+        for parameter, gradient in earlier:
+            parameter.grad = gradient if parameter.grad is None else parameter.grad + gradient
         self.steps += 1
         # The last stage's rank has the contributions of its data rank, alike on its tensor ranks.
         if self.mesh.tensor_rank or self.mesh.pipeline_rank < model.PIPELINE - 1:
