@@ -16,7 +16,7 @@ def extract(source: str, wanted: Collection[str]) -> str:
     definitions = {name: node for node in tree.body for name in _defines(node)}
     imports = {name: node for node in tree.body for name in _imports(node)}
     needed: set[str] = set()
-    waiting = [*wanted]
+    waiting = [name for name in wanted if name in definitions]
     while waiting:
         name = waiting.pop()
         if name in needed or name not in definitions:

@@ -71,12 +71,13 @@ def gathered_gradient_not_summed(patch: Patch) -> None:
 
 def forgotten_norm_gradients(patch: Patch) -> None:
     """Under sequence parallelism ranks keep their summands of a norm's gradient."""
-    original = rank_part.gradient_sync
+    original = rank_part.apart
 
-    def forgetting(working: Any, mesh: Any, tied: Any, summands: Any = ()) -> Any:
-        return original(working, mesh, tied, [name for name in summands if not name.startswith(f"{LAYER}.")])
+    def forgetting(working: Any, mesh: Any, tied: Any, summands: Any, experts: Any) -> Any:
+        kept = tuple(name for name in summands if not name.startswith(f"{LAYER}."))
+        return original(working, mesh, tied, kept, experts)
 
-    patch.setattr(rank_part, "gradient_sync", forgetting)
+    patch.setattr(rank_part, "apart", forgetting)
 
 
 def doubled_all_reduce(patch: Patch) -> None:

@@ -84,7 +84,7 @@ def run_entry(entry: Entry, axes: tuple[str, ...] = tuple(AXES)) -> dict[str, Ce
         try:
             specimen = prepare(entry)
         except AutoplanError as error:
-            return {**cells, **{axis: Cell("refused", error.what) for axis in wanted}}
+            return {axis: cells.get(axis, Cell("refused", error.what)) for axis in axes}
         programs: dict[int, dict[str, Program]] = {}
         split: dict[str, float | None] = {}
         for axis in wanted:
