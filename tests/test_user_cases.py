@@ -9,7 +9,7 @@ import json
 import re
 from collections import Counter
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 import autoplan
 from autoplan.search import search
+from tests.support import models
 from tests.support.layer_graphs import Dense, cluster, problem
 
 ROOT = Path(__file__).parents[1]
@@ -125,20 +126,30 @@ class Between(nn.Module):
         return F.mse_loss(self.second(hidden)[:, 0] + self.second(hidden).select(1, 3), y[:, 0])
 
 
-def assert_equal_over_two_tensor_ranks(model: nn.Module) -> None:
-    batch = {"x": torch.randn(4, 8, 32), "y": torch.randn(4, 8, 32)}
-    plan = autoplan.plan(model, gpus="2xcpu", example_inputs=batch, strategy={"tensor": 2, "data": 1, "pipeline": 1})
-    assert plan.strategy.tensor == 2
+def assert_equal_over_tensor_ranks(model: nn.Module, batch: Any = None, *, ranks: int = 2) -> None:
+    batch = batch or {"x": torch.randn(4, 8, 32), "y": torch.randn(4, 8, 32)}
+    forced = {"tensor": ranks, "data": 1, "pipeline": 1}
+    plan = autoplan.plan(model, gpus=f"{ranks}xcpu", example_inputs=batch, strategy=forced)
     report = autoplan.verify(model, plan, batch)
     report.raise_if_different()
-    assert report.numeric.status == "equal" and report.numeric.ranks == 2
+    assert report.numeric.status == "equal" and report.numeric.ranks == ranks
 
 
 @pytest.mark.wide
 def test_names_of_modules_do_not_matter() -> None:
-    assert_equal_over_two_tensor_ranks(Attention())
+    assert_equal_over_tensor_ranks(Attention())
 
 
 @pytest.mark.wide
 def test_operators_between_the_products_leave_the_numbers_equal() -> None:
-    assert_equal_over_two_tensor_ranks(Between())
+    assert_equal_over_tensor_ranks(Between())
+
+
+@pytest.mark.wide
+def test_more_ranks_than_key_value_heads_leave_the_numbers_equal() -> None:
+    assert_equal_over_tensor_ranks(*models.tiny_llama(layers=2, num_key_value_heads=2), ranks=4)
+
+
+@pytest.mark.wide
+def test_an_odd_vocabulary_leaves_the_numbers_equal() -> None:
+    assert_equal_over_tensor_ranks(*models.tiny_llama(layers=2, vocab_size=101))

@@ -34,7 +34,8 @@ def emit(
         console.result_json({"schema": 1, "directory": str(folder), "files": files})
         return
     lines = sum(len(path.read_text(encoding="utf-8").splitlines()) for path in folder.glob("*.py"))
-    typer.echo(f"{folder}: {', '.join(files)} ({lines} lines of Python)")
+    typer.echo(f"wrote {folder}: {lines} lines of Python")
+    typer.echo(f"files: {', '.join(files)}")
     nodes = -(-wanted.gpus // wanted.cluster.gpus_per_node)
     each = min(wanted.gpus, wanted.cluster.gpus_per_node)
     where = f" --nnodes {nodes} --rdzv-endpoint HOST:29500" if nodes > 1 else ""

@@ -172,7 +172,7 @@ def operators_text(plan: Plan, rows: tuple[Row, ...]) -> str:
     if len(rows) > _MOST_ROWS:
         rest = sum(row.total_s for row in rows[_MOST_ROWS:])
         name = f"and {len(rows) - _MOST_ROWS} more kinds"
-        lines.append(f"{name:<45} {'':>9} {'':>9} {percent(rest / whole if whole else 0):>6}")
+        lines.append(f"{name:<44} {'':>9} {'':>9} {percent(rest / whole if whole else 0):>6}")
     return "\n".join(line.rstrip() for line in lines) + "\n"
 
 
@@ -198,10 +198,10 @@ def layer_text(plan: Plan, found: LayerRows) -> str:
 
 
 def _table(rows: Sequence[Row], whole: float) -> Iterator[str]:
-    yield f"{'operator':<33} {'times':>5} {'FLOP':>7} {'forward':>8} {'backward':>8} {'share':>6}  limit"
+    yield f"{'operator':<32} {'times':>5} {'FLOP':>7} {'forward':>8} {'backward':>8} {'share':>6}  limit"
     for row in rows:
         yield (
-            f"{shorten(row.name, 33):<33} {row.times:>5} {count(row.flops) if row.flops else '-':>7} "
+            f"{shorten(row.name, 32):<32} {row.times:>5} {count(row.flops) if row.flops else '-':>7} "
             f"{seconds(row.forward_s):>8} {seconds(row.backward_s) if row.backward_s else '-':>8} "
             f"{percent(row.total_s / whole if whole else 0):>6}  {row.limit}"
         )

@@ -1,0 +1,167 @@
+"""docs/commands.md: what each command prints, run again from the real command line (or, with --check, compared).
+
+Each line of COMMANDS is run in one folder, in order, with the outputs of those before it, at 80 columns. What depends
+on the machine (clocks, versions, measured figures) is compared by its words alone.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+DOCUMENT = ROOT / "docs" / "commands.md"
+INPUTS = ("examples/own_model.py", "examples/train_gpt.py")
+DEEPSPEED = '{"train_batch_size": 512, "train_micro_batch_size_per_gpu": 8, "zero_optimization": {"stage": 1}}\n'
+
+HEAD = """# What each command prints
+
+Taken from the real commands by `scripts/transcripts.py`; a test runs them again and compares. Every command has
+`--help` with an example, and all that print results have `--json` ([answers.schema.json](answers.schema.json); a plan
+file is [plan.schema.json](plan.schema.json)). Results go to stdout and messages to stderr, of which those with a result
+are left out here. Exit codes: 0 done, 1 the answer is no, 2 bad input, 3 fault. The model is
+[examples/own_model.py](../examples/own_model.py).
+"""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Command:
+    """``quick``: needs no torch. ``measured``: its figures are this machine's. ``code``: its exit code. ``copied``: what
+    it prints is for other files and commands, whose lines may be longer than a screen's."""
+
+    line: str
+    title: str = ""
+    quick: bool = False
+    measured: bool = False
+    code: int = 0
+    copied: bool = False
+
+
+MODEL = "own_model.py:build"
+COMMANDS = (
+    Command(line="models", title="The models that are known", quick=True),
+    Command(line="clusters", title="The GPUs that are known", quick=True),
+    Command(line="doctor", title="Whether this machine can plan and train", measured=True),
+    Command(line=f"plan {MODEL} --gpus 8xA100-80GB --global-batch 512 -o plan.json", title="A plan"),
+    Command(line=f"plan {MODEL} --gpus 8xA100-80GB --global-batch 512 --strategy pipeline=4 -o pipeline.json"),
+    Command(line=f"plan {MODEL} --gpus 1xL4", code=1),
+    Command(line="show pipeline.json --timeline", title="A plan file, its step as a timeline", quick=True),
+    Command(line="explain pipeline.json", title="Why, and why not less or more", quick=True),
+    Command(line=f"explain plan.json --operators --model {MODEL}"),
+    Command(line=f"explain plan.json --layer blocks.7 --model {MODEL}"),
+    Command(line="diff plan.json pipeline.json", title="What changed, and what it costs", quick=True),
+    Command(line=f"fit {MODEL} --gpus 4xH100", title="Whether it fits"),
+    Command(line=f"min-gpus {MODEL} --gpu A10G", title="On how few GPUs"),
+    Command(line=f"compare {MODEL} --gpus 8xA100-80GB --global-batch 512", title="The best of each family"),
+    Command(
+        line=f"predict {MODEL} --gpus 8xA100-80GB --global-batch 512 --strategy data=8,zero_stage=3",
+        title="A strategy of your own",
+    ),
+    Command(line="simulate pipeline.json -o trace.json", title="A trace for Perfetto", quick=True),
+    Command(line="report pipeline.json -o plan.html", title="A page to share", quick=True),
+    Command(
+        line="export pipeline.json --to megatron", title="Settings of other tools, and back", quick=True, copied=True
+    ),
+    Command(line="import ds_config.json", quick=True, copied=True),
+    Command(line=f"emit {MODEL} pipeline.json -o program", title="The program as Python"),
+    Command(line=f"verify {MODEL} pipeline.json --static", title="Whether it computes the same", measured=True),
+    Command(line="run train_gpt.py --gpus 2 --device cpu -- --steps 3", title="Training", measured=True),
+    Command(
+        line="calibrate --device cpu --gpus 2 --quick -o here.toml", title="This machine's own figures", measured=True
+    ),
+)
+
+
+def prepare(folder: Path) -> None:
+    """The files that the commands read."""
+    for name in INPUTS:
+        shutil.copy(ROOT / name, folder)
+    (folder / "ds_config.json").write_text(DEEPSPEED, encoding="utf-8")
+
+
+def run(command: Command, folder: Path) -> str:
+    """What it prints: results, and then messages, as a terminal shows both."""
+    environment = {key: value for key, value in os.environ.items() if key not in ("COLUMNS", "FORCE_COLOR")}
+    finished = subprocess.run(
+        [sys.executable, "-m", "autoplan.cli", *shlex.split(command.line)],
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        env=environment | {"OMP_NUM_THREADS": "1"},
+    )
+    if finished.returncode != command.code:
+        raise SystemExit(f"{command.line}: exit code {finished.returncode}\n{finished.stderr}")
+    said = finished.stdout + (finished.stderr if not finished.stdout or command.code else "")
+    return "".join(f"{line.rstrip()}\n" for line in said.splitlines())
+
+
+def words(text: str) -> list[str]:
+    """What holds of any machine: the words without figures, up to a table of what was measured worst."""
+    kept = text.split("predicted worst")[0]
+    return re.findall(r"[A-Za-z]{4,}", re.sub(r"(?m)^(ok|warn|Took).*\n(?: +.*\n)*", "", kept))
+
+
+def written(text: str, line: str) -> str | None:
+    """The transcript of a command in the document's text."""
+    start = text.find(f"```console\n$ autoplan {line}\n")
+    if start < 0:
+        return None
+    start = text.index("\n", start + len("```console\n")) + 1
+    return text[start : text.index("```", start)]
+
+
+def document(said: dict[str, str]) -> str:
+    """The page."""
+    parts = [HEAD]
+    for command in COMMANDS:
+        if command.title:
+            parts.append(f"\n## {command.title}\n")
+        parts.append(f"\n```console\n$ autoplan {command.line}\n{said[command.line]}```\n")
+    return "".join(parts)
+
+
+def differences(before: str, folder: Path, commands: tuple[Command, ...]) -> list[str]:
+    """The commands whose transcript in the text is not what they print."""
+    stale = []
+    for command in commands:
+        old, new = written(before, command.line), run(command, folder)
+        same = old is not None and (words(old) == words(new) if command.measured else old == new)
+        if not same:
+            stale.append(f"autoplan {command.line}\n--- {DOCUMENT.name}\n{old}\n--- now\n{new}")
+    return stale
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--check", action="store_true", help="change nothing; exit 1 where the document differs")
+    check = parser.parse_args().check
+    before = DOCUMENT.read_text(encoding="utf-8") if DOCUMENT.is_file() else ""
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        prepare(folder)
+        if check:
+            stale = differences(before, folder, COMMANDS)
+            print("\n\n".join(stale) or f"{DOCUMENT.name} is current.")
+            return 1 if stale else 0
+        said = {}
+        for command in COMMANDS:
+            print(f"autoplan {command.line}", file=sys.stderr, flush=True)
+            old, new = written(before, command.line), run(command, folder)
+            keep = old is not None and command.measured and words(old) == words(new)
+            said[command.line] = old if keep and old is not None else new
+        DOCUMENT.write_text(document(said), encoding="utf-8")
+        for plan in ("plan.json", "pipeline.json"):
+            shutil.copy(folder / plan, DOCUMENT.parent / plan)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
