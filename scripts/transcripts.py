@@ -34,8 +34,8 @@ are left out here. Exit codes: 0 done, 1 the answer is no, 2 bad input, 3 fault.
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Command:
-    """``quick``: needs no torch. ``measured``: its figures are this machine's. ``code``: its exit code. ``copied``: what
-    it prints is for other files and commands, whose lines may be longer than a screen's."""
+    """``quick``: needs no torch. ``measured``: its figures are this machine's. ``code``: its exit code. ``copied``:
+    what it prints is for other files and commands, whose lines may be longer than a screen's."""
 
     line: str
     title: str = ""
