@@ -41,6 +41,8 @@ _DEVICE_PARAMETERS = (
     "launch_s",
 )
 _LINK_PARAMETERS = ("latency_s", "bytes_per_s")
+# A logarithm has no end: where the samples (on a busy machine) want less than nothing, a figure stops here.
+_LEAST = {"launch_s": 1e-9, "latency_s": 1e-9, "bytes_per_s": 1e4}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -142,12 +144,13 @@ def fit(cluster: Cluster, samples: Sequence[Sample]) -> Fit:
         raise ValueError("a sample took no time")
     operators = [sample for sample in samples if isinstance(sample, OperatorSample)]
     transfers = [sample for sample in samples if isinstance(sample, TransferSample)]
+    dtypes = tuple(dict.fromkeys(short_dtype(sample.operator.dtype) for sample in operators if _is_product(sample)))
     device = _at_observed_peaks(cluster.device, operators)
     fitted = dataclasses.replace(cluster, device=device)
     if operators:
         names = _told_of(operators)
         fitted = _refine(fitted, operators, names, _with_device)
-        fitted = dataclasses.replace(fitted, device=_as_shares(fitted.device, names))
+        fitted = dataclasses.replace(fitted, device=_as_shares(fitted.device, names, dtypes))
     if transfers:
         fitted = _refine(fitted, transfers, _LINK_PARAMETERS, _with_link)
     residuals = tuple(
@@ -159,8 +162,7 @@ def fit(cluster: Cluster, samples: Sequence[Sample]) -> Fit:
         )
         for sample in samples
     )
-    dtypes = dict.fromkeys(short_dtype(sample.operator.dtype) for sample in operators if _is_product(sample))
-    return Fit(cluster=fitted, residuals=residuals, dtypes=tuple(dtypes))
+    return Fit(cluster=fitted, residuals=residuals, dtypes=dtypes)
 
 
 def _at_observed_peaks(device: Device, samples: Sequence[OperatorSample]) -> Device:
@@ -176,13 +178,13 @@ def _at_observed_peaks(device: Device, samples: Sequence[OperatorSample]) -> Dev
     return dataclasses.replace(device, peak_flops=peaks, memory_bytes_per_s=bandwidth)
 
 
-def _as_shares(device: Device, fitted: Sequence[str]) -> Device:
-    """The same rates with efficiencies of at most 1: what is above goes into the peaks."""
+def _as_shares(device: Device, fitted: Sequence[str], dtypes: Sequence[str]) -> Device:
+    """The same rates with efficiencies of at most 1: what is above goes into the peaks of what was measured."""
     above, memory_above = max(1.0, device.gemm_efficiency), max(1.0, device.memory_efficiency)
     of_peak = {name: getattr(device, name) for name in fitted if name.startswith("attention")}
     return dataclasses.replace(
         device,
-        peak_flops={dtype: peak * above for dtype, peak in device.peak_flops.items()},
+        peak_flops={d: peak * above if d in dtypes else peak for d, peak in device.peak_flops.items()},
         gemm_efficiency=device.gemm_efficiency / above,
         memory_bytes_per_s=device.memory_bytes_per_s * memory_above,
         memory_efficiency=device.memory_efficiency / memory_above,
@@ -217,12 +219,13 @@ def _with_device(cluster: Cluster, values: dict[str, float]) -> Cluster:
     # A CPU's peaks are only what was seen, launches included: its efficiencies may pass them (see _as_shares).
     shares = () if cluster.device.is_cpu else ("gemm_efficiency", "memory_efficiency")
     shares = (*shares, "attention_forward_efficiency", "attention_backward_efficiency")
-    limited = {name: min(v, 1.0) if name in shares else v for name, v in values.items()}
+    limited = {name: min(v, 1.0) if name in shares else max(v, _LEAST.get(name, 0.0)) for name, v in values.items()}
     return dataclasses.replace(cluster, device=dataclasses.replace(cluster.device, **limited))  # type: ignore[arg-type]
 
 
 def _with_link(cluster: Cluster, values: dict[str, float]) -> Cluster:
-    return dataclasses.replace(cluster, intra=dataclasses.replace(cluster.intra, **values))  # type: ignore[arg-type]
+    limited = {name: max(v, _LEAST[name]) for name, v in values.items()}
+    return dataclasses.replace(cluster, intra=dataclasses.replace(cluster.intra, **limited))  # type: ignore[arg-type]
 
 
 def _refine(

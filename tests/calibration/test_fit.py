@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import random
+from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from autoplan.calibration import write_cluster
 from autoplan.calibration.probes import probes
 from autoplan.cluster import Cluster
 from autoplan.cost_models.calibration import OperatorSample, Sample, TransferSample, fit, predicted_s
@@ -58,6 +60,23 @@ def test_a_known_cpu_is_found_again(slower: float, latency_us: float) -> None:
     assert device.memory_bytes_per_s * device.memory_efficiency == pytest.approx(bandwidth, rel=0.02)
     assert found.cluster.intra.latency_s == pytest.approx(latency_us * 1e-6, rel=0.02)
     assert found.cluster.intra.bytes_per_s == pytest.approx(truth.intra.bytes_per_s, rel=0.02)
+
+
+def test_a_fit_that_wants_no_latency_at_all_makes_a_file_that_can_be_read(tmp_path: Path) -> None:
+    cluster = Cluster.parse("2xcpu")
+    truth = changed(cluster, slower=1.0, latency_s=1e-4)
+    hurried = [  # small ones took hardly any time, as on a machine that was busy while large ones were timed
+        dataclasses.replace(s, seconds=s.seconds * 1e-9)
+        if s.family in ("dispatch", "transfer") and getattr(s, "bytes", 0.0) < 1e6
+        else s
+        for s in samples_of(truth, "cpu")
+    ]
+    found = fit(cluster, hurried)
+    write_cluster(found, tmp_path / "here.toml")
+    read = Cluster.parse(tmp_path / "here.toml")
+    assert read.device.launch_s == pytest.approx(found.cluster.device.launch_s, rel=1e-5)
+    assert 0 < read.intra.latency_s < 1e-4
+    assert read.device.peak_flops == pytest.approx(found.cluster.device.peak_flops, rel=1e-5)  # unmeasured ones too
 
 
 def test_a_gpu_keeps_its_data_sheet_and_is_fitted_in_efficiencies() -> None:
