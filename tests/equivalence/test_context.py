@@ -5,7 +5,7 @@ As in :mod:`tests.equivalence.test_training`: gloo processes, float64, two AdamW
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +15,8 @@ from torch import nn
 import autoplan
 from autoplan.errors import StrategyError
 from tests.support import models
-from tests.support.precision import float64_throughout
 from tests.support.processes import run_ranks
-from tests.support.training import assert_same_numbers, in_double, train_alone, train_program
+from tests.support.training import assert_same_numbers, in_double, program_forced, train_alone, train_program
 
 STEPS = 2
 MODELS: dict[str, Callable[[], tuple[nn.Module, Any]]] = {
@@ -49,17 +48,8 @@ CASES = [
 ]
 
 
-@pytest.fixture(autouse=True)
-def nothing_rounds_to_float32() -> Iterator[None]:
-    with float64_throughout():
-        yield
-
-
 def planned(rank: int, world: int, model: nn.Module, batch: Any, strategy: dict[str, Any]) -> Any:
-    program = autoplan.compile(model, gpus=world, example_inputs=batch, strategy=strategy, device="cpu")
-    used = program.plan.strategy
-    assert all(getattr(used, key) == value for key, value in strategy.items() if key != "recompute")
-    return train_program(program, [batch] * STEPS)
+    return train_program(program_forced(model, batch, strategy, gpus=world), [batch] * STEPS)
 
 
 @pytest.mark.parametrize(("model_name", "strategy_name"), CASES)

@@ -13,7 +13,7 @@ import functools
 import itertools
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import pytest
@@ -23,9 +23,9 @@ from autoplan.capture import Capture
 from autoplan.cluster import Cluster
 from autoplan.layers import LayerGraph, build_layers
 from autoplan.runtime import Program
+from autoplan.verification.precision import float64_throughout
 from tests.support import models
 from tests.support.plans import hand_plan, with_recompute
-from tests.support.precision import float64_throughout
 from tests.support.processes import run_ranks
 from tests.support.training import Trained, assert_same_numbers, capture_double, train_alone, train_program
 
@@ -61,12 +61,6 @@ CHOSEN = [
     Case("llama", 3, "interleaved", 2, "none"),
     Case("gpt2", 3, "zero-bubble", 1, "full"),
 ]
-
-
-@pytest.fixture(autouse=True)
-def nothing_rounds_to_float32() -> Iterator[None]:
-    with float64_throughout():
-        yield
 
 
 @functools.cache

@@ -6,7 +6,6 @@ As in :mod:`tests.equivalence.test_context`, for the mixtures of experts of tran
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,6 @@ from torch import nn
 
 import autoplan
 from autoplan.runtime.checkpoints import Checkpoints
-from autoplan.verification.precision import float64_throughout
 from tests.support.processes import run_ranks
 from tests.support.training import (
     LEARNING_RATE,
@@ -24,6 +22,7 @@ from tests.support.training import (
     assert_close,
     assert_same_numbers,
     in_double,
+    program_forced,
     train_alone,
     train_program,
 )
@@ -58,16 +57,8 @@ CASES = [
 ]
 
 
-@pytest.fixture(autouse=True)
-def nothing_rounds_to_float32() -> Iterator[None]:
-    with float64_throughout():
-        yield
-
-
 def planned(rank: int, world: int, model: nn.Module, batch: Any, strategy: dict[str, Any]) -> Any:
-    program = autoplan.compile(model, gpus=world, example_inputs=batch, strategy=strategy, device="cpu")
-    used = program.plan.strategy
-    assert all(getattr(used, key) == value for key, value in strategy.items() if key != "recompute")
+    program = program_forced(model, batch, strategy, gpus=world)
     held = {name: tuple(parameter.shape) for name, parameter in program.named_parameters()}
     return train_program(program, [batch] * STEPS), held
 

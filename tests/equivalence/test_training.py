@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,10 +17,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-import autoplan
 from tests.support import models
-from tests.support.precision import float64_throughout
 from tests.support.processes import run_ranks
+from tests.support.training import program_forced
 
 LEARNING_RATE = 1e-2
 STEPS = 3
@@ -118,13 +117,6 @@ CASES = [
 ]
 
 
-@pytest.fixture(autouse=True)
-def nothing_rounds_to_float32() -> Iterator[None]:
-    """transformers computes norms and the loss in float32 whatever the model's dtype; see the module used."""
-    with float64_throughout():
-        yield
-
-
 @dataclass(frozen=True)
 class Trained:
     """What three steps left behind, by the user's names."""
@@ -158,9 +150,7 @@ def single_process(model: nn.Module, batch: Any) -> Trained:
 
 def planned(rank: int, world: int, model: nn.Module, batch: Any, strategy: dict[str, Any]) -> Trained:
     """The compiled program on one rank, gathered."""
-    program = autoplan.compile(model, gpus=world, example_inputs=batch, strategy=strategy, device="cpu")
-    used = program.plan.strategy
-    assert all(getattr(used, key) == value for key, value in strategy.items() if key != "recompute")
+    program = program_forced(model, batch, strategy, gpus=world)
     policies = {policy for stage in program.plan.stages for policy in stage.layer_recompute}
     assert policies == {strategy.get("recompute", "none")}
     optimizer = torch.optim.AdamW(program.parameters(), lr=LEARNING_RATE)

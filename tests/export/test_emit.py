@@ -18,8 +18,8 @@ from torch import Tensor, nn
 import autoplan
 from autoplan.capture import gather_inputs
 from autoplan.errors import AutoplanError
+from autoplan.verification.precision import float64_throughout
 from tests.support import branching_models, models
-from tests.support.precision import float64_throughout
 from tests.support.processes import run_ranks
 
 LEARNING_RATE = 1e-2

@@ -17,8 +17,8 @@ from autoplan.passes.recompute import recompute
 from autoplan.passes.split_backward import SplitStage, split_backward
 from autoplan.passes.split_stages import StageGraph, split_stages
 from autoplan.passes.weight_gradients import WeightGradients, putting_aside
+from autoplan.verification.precision import float64_throughout
 from tests.support import models
-from tests.support.precision import float64_throughout
 from tests.support.training import capture_double
 
 

@@ -15,9 +15,9 @@ from autoplan.capture import Capture, capture
 from autoplan.cluster import Cluster
 from autoplan.layers import LayerGraph, build_layers
 from autoplan.runtime import Program
+from autoplan.verification.precision import float64_throughout
 from tests.support import models
 from tests.support.plans import hand_plan, with_recompute
-from tests.support.precision import float64_throughout
 from tests.support.processes import run_ranks
 from tests.support.training import (
     Trained,

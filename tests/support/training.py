@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+import autoplan
 from autoplan.capture import Capture, capture
 from autoplan.runtime import Program
 from tests.support.plans import hand_plan, one_layer_a_node, with_recompute
@@ -64,6 +65,14 @@ def program_of(captured: Capture, *, recompute: tuple[str, ...] = ("none",), **p
     """Planned by hand, cut between any two operators, on CPU; ``recompute`` in turn over the operators."""
     layers = one_layer_a_node(captured)
     return Program(captured, with_recompute(hand_plan(layers, **plan), *recompute), layers, device="cpu")
+
+
+def program_forced(model: nn.Module, batch: Any, strategy: dict[str, Any], *, gpus: int) -> Program:
+    """Compiled as a user would, under degrees that are all taken."""
+    program = autoplan.compile(model, gpus=gpus, example_inputs=batch, strategy=strategy, device="cpu")
+    used = program.plan.strategy
+    assert all(getattr(used, key) == value for key, value in strategy.items() if key != "recompute")
+    return program
 
 
 def capture_double(model: nn.Module, batch: Any) -> tuple[nn.Module, Any, Capture]:
