@@ -17,7 +17,6 @@ Local literals are checked by running their operators on shapes alone.
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -32,11 +31,11 @@ from autoplan.capture.shapes import MAX_BATCH, shape_at
 from autoplan.capture.types import InputSpec
 from autoplan.errors import StrategyError
 from autoplan.passes import context_operators
-from autoplan.passes.rewriting import LocalValues, layout, override, place_of
+from autoplan.passes.rewriting import AxisWriter, LocalValues, layout, origin_of, override, place_of
 from autoplan.sharding.operation import GraphFacts, Operation, module_path, rebuild, tensors_of
 from autoplan.sharding.placements import COPIED, PARTIAL, REPLICATE, Copied, Partial, Placement, Replicate, Shard
 from autoplan.sharding.registry import rule_of
-from autoplan.sharding.rules import LocalSize, Option, Pointwise
+from autoplan.sharding.rules import Option, Pointwise
 
 NAME = "context_parallel"
 AXIS = "context"
@@ -101,7 +100,7 @@ def _sequences(inputs: Sequence[InputSpec], degree: int) -> frozenset[str]:
 
 
 @dataclass(slots=True)
-class _Writer:
+class _Writer(AxisWriter):
     graph_module: GraphModule
     degree: int
     layer_of: Mapping[str, int]
@@ -135,7 +134,7 @@ class _Writer:
         return GraphModule(self.graph_module, self.graph, class_name="ContextGraph")
 
     def _layer(self, node: Node) -> int:
-        name = str(node.meta.get("autoplan_origin", node.name))
+        name = origin_of(node)
         if name in self.layer_of:
             return self.layer_of[name]
         return max((self.layers[parent] for parent in node.all_input_nodes if parent in self.layers), default=-1)
@@ -287,8 +286,8 @@ class _Writer:
         name = f"{node.name}_{_SUFFIX[function]}"
         new = self.graph.create_node("call_function", function, (self.written[node], AXIS, *where), {}, name=name)
         whole = self._meta(node, target)
-        new.meta = {**whole, **place_of(beside), "autoplan_origin": _beside(beside)}
-        self.origin[new.name] = _beside(beside)
+        new.meta = {**whole, **place_of(beside), "autoplan_origin": origin_of(beside)}
+        self.origin[new.name] = origin_of(beside)
         return new
 
     def _plain(self, node: Node, option: Option, operands: tuple[Node, ...]) -> Node:
@@ -313,27 +312,6 @@ class _Writer:
             _heads_inside(node.meta["val"]),
         )
         return self.graph.create_node("call_function", context_operators.positions_attention, args, {}, name=node.name)
-
-    def _written_sizes(self, local: Mapping[str, Any], node: Node) -> dict[str, Any]:
-        """Local arguments with fx nodes of the new graph, symbolic sizes divided."""
-
-        def one(value: Any) -> Any:
-            if isinstance(value, LocalSize):
-                new = self.graph.call_function(operator.floordiv, (self.written[value.size], self.degree))
-                new.meta = {**place_of(node), "val": value.size.meta["val"] // self.degree}
-                new.meta["autoplan_origin"] = self.origin[new.name] = _beside(node)
-                return new
-            if isinstance(value, list | tuple):
-                return [one(item) for item in value]
-            return self.written[value] if isinstance(value, Node) else value
-
-        return {name: one(value) for name, value in local.items()}
-
-    def _meta(self, node: Node, placement: Placement) -> dict[str, Any]:
-        meta = dict(node.meta)
-        if isinstance(placement, Shard) and tensors_of(meta.get("val")):
-            meta["val"] = self.local_values.of(meta["val"], placement.dim)
-        return meta
 
     def _check_literals(self, node: Node, option: Option) -> None:
         """Run an operator whose sizes stand in the graph on the shapes of its operands, and compare."""
@@ -434,8 +412,3 @@ def _is_whole(state: Placement) -> bool:
 
 def _in_place(operation: Operation) -> bool:
     return operation.key.endswith("_") and not operation.key.startswith("__")
-
-
-def _beside(node: Node) -> str:
-    """The node of the captured graph beside which ``node`` belongs."""
-    return str(node.meta.get("autoplan_origin", node.name))

@@ -27,7 +27,7 @@ from autoplan.capture.errors import node_line
 from autoplan.errors import StrategyError
 from autoplan.passes import expert_operators
 from autoplan.passes.graph_facts import copy_graph
-from autoplan.passes.rewriting import LocalValues, place_of
+from autoplan.passes.rewriting import LocalValues, origin_of, place_of
 from autoplan.sharding.operation import GraphFacts, module_path, operator_key
 from autoplan.sharding.placements import Shard
 from autoplan.sharding.registry import rule_of
@@ -133,9 +133,8 @@ class _Writer:
 
     def _insert(self, function: Callable[..., Any], args: tuple[Any, ...], name: str, beside: Node) -> Node:
         new = self.graph.create_node("call_function", function, args, {}, name=name)
-        origin = str(beside.meta.get("autoplan_origin", beside.name))
-        new.meta = {**place_of(beside), "autoplan_origin": origin}
-        self.origin[new.name] = origin
+        new.meta = {**place_of(beside), "autoplan_origin": origin_of(beside)}
+        self.origin[new.name] = origin_of(beside)
         return new
 
     def _entering_rows(self, node: Node, products: Sequence[Node], region: Sequence[Node]) -> list[Node]:

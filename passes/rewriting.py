@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import operator
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor
-from torch.fx import Node
+from torch.fx import Graph, Node
 
 from autoplan.passes.graph_facts import memory_order
+from autoplan.sharding.operation import tensors_of
 from autoplan.sharding.placements import Placement, Shard
+from autoplan.sharding.rules import LocalSize
 
 
 @dataclass(slots=True)
@@ -33,6 +37,45 @@ class LocalValues:
             made = value.detach().new_empty([sizes[d] for d in order])
             self._made[key] = made.permute([order.index(d) for d in range(len(order))])
         return self._made[key]
+
+
+class AxisWriter:
+    """What writers of an axis do alike: ``graph`` is the new one, ``written`` its node of each old one, ``origin`` the
+    captured node of each that is added."""
+
+    __slots__ = ()
+    graph: Graph
+    written: dict[Node, Node]
+    origin: dict[str, str]
+    local_values: LocalValues
+
+    def _written_sizes(self, local: Mapping[str, Any], node: Node) -> dict[str, Any]:
+        """Local arguments with fx nodes of the new graph, symbolic sizes divided."""
+        degree = self.local_values.degree
+
+        def one(value: Any) -> Any:
+            if isinstance(value, LocalSize):
+                new = self.graph.call_function(operator.floordiv, (self.written[value.size], degree))
+                new.meta = {**place_of(node), "val": value.size.meta["val"] // degree}
+                new.meta["autoplan_origin"] = self.origin[new.name] = origin_of(node)
+                return new
+            if isinstance(value, list | tuple):
+                return [one(item) for item in value]
+            return self.written[value] if isinstance(value, Node) else value
+
+        return {name: one(value) for name, value in local.items()}
+
+    def _meta(self, node: Node, placement: Placement) -> dict[str, Any]:
+        """The meta of ``node`` where its value is placed so."""
+        meta = dict(node.meta)
+        if isinstance(placement, Shard) and tensors_of(meta.get("val")):
+            meta["val"] = self.local_values.of(meta["val"], placement.dim)
+        return meta
+
+
+def origin_of(node: Node) -> str:
+    """The node of the captured graph beside which ``node`` belongs."""
+    return str(node.meta.get("autoplan_origin", node.name))
 
 
 def layout(state: Placement) -> tuple[Any, ...]:

@@ -17,7 +17,6 @@ ranks draw equally often, so that replicated regions agree as long as the genera
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -28,13 +27,13 @@ from torch.fx import Graph, GraphModule, Node
 
 from autoplan.passes import operators
 from autoplan.passes.lint import check_placements
-from autoplan.passes.rewriting import LocalValues, layout, override, place_of
+from autoplan.passes.rewriting import AxisWriter, LocalValues, layout, override, place_of
 from autoplan.sharding import Placement, Sharding, take_shard
 from autoplan.sharding.conversions import Step, steps
-from autoplan.sharding.operation import GraphFacts, Operation, rebuild, tensors_of
+from autoplan.sharding.operation import GraphFacts, Operation, rebuild
 from autoplan.sharding.placements import PARTIAL, REPLICATE, Shard
 from autoplan.sharding.registry import rule_of
-from autoplan.sharding.rules import LocalSize, Option, Rule
+from autoplan.sharding.rules import Option, Rule
 
 NAME = "shard_tensors"
 AXIS = "tensor"
@@ -82,7 +81,7 @@ def shard_tensors(graph_module: GraphModule, sharding: Sharding, *, rank: int = 
 
 
 @dataclass(slots=True)
-class _Writer:
+class _Writer(AxisWriter):
     graph_module: GraphModule
     sharding: Sharding
     facts: GraphFacts = field(init=False)
@@ -298,27 +297,6 @@ class _Writer:
         new = self.graph.create_node("call_function", target, args, kwargs, name=node.name)
         new.meta = self._meta(node, state)
         return new
-
-    def _written_sizes(self, local: dict[str, Any], node: Node) -> dict[str, Any]:
-        """Local arguments with fx nodes of the new graph, symbolic sizes divided."""
-
-        def one(value: Any) -> Any:
-            if isinstance(value, LocalSize):
-                new = self.graph.call_function(operator.floordiv, (self.written[value.size], self.facts.degree))
-                new.meta = {**place_of(node), "val": value.size.meta["val"] // self.facts.degree}
-                new.meta["autoplan_origin"] = self.origin[new.name] = node.name
-                return new
-            if isinstance(value, list | tuple):
-                return [one(item) for item in value]
-            return self.written[value] if isinstance(value, Node) else value
-
-        return {name: one(value) for name, value in local.items()}
-
-    def _meta(self, node: Node, placement: Placement) -> dict[str, Any]:
-        meta = dict(node.meta)
-        if isinstance(placement, Shard) and tensors_of(meta.get("val")):
-            meta["val"] = self.local_values.of(meta["val"], placement.dim)
-        return meta
 
 
 _FORMS: dict[str, Callable[..., Node]] = {
