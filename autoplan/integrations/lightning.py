@@ -40,7 +40,6 @@ class PlannedStrategy(DDPStrategy):
     def __init__(self, *, attribute: str = "model", program: Program | None = None, **compiled: Any) -> None:
         super().__init__(precision_plugin=_PlannedPrecision())
         self._attribute, self._program, self._arguments = attribute, program, compiled
-        self._whole_weights_of: int | None = None
 
     @property
     def program(self) -> Program:
@@ -89,12 +88,6 @@ class PlannedStrategy(DDPStrategy):
         planned.forward = forward
         module.parameters = lambda recurse=True: program.parameters()  # type: ignore[method-assign]
         module.named_parameters = named_parameters  # type: ignore[method-assign]
-
-    def model_to_device(self) -> None:
-        """The program has its parts where they belong."""
-
-    def configure_ddp(self) -> None:
-        """The program synchronises gradients by itself."""
 
     @property
     def distributed_sampler_kwargs(self) -> dict[str, Any]:

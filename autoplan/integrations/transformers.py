@@ -18,27 +18,11 @@ from torch import Tensor, nn
 from transformers import Trainer, TrainingArguments
 
 from autoplan.errors import StrategyError
+from autoplan.integrations.module import PlannedModule
 from autoplan.runtime import Checkpoints, Program
 from autoplan.runtime.loader import PlannedLoader
 
 _CHECKPOINT = "autoplan"  # inside each of the Trainer's checkpoint directories
-
-
-class Stepped(nn.Module):
-    """What the Trainer's loop holds for a model: it only drops gradients and switches modes."""
-
-    def __init__(self, program: Program) -> None:
-        super().__init__()
-        self._program = program
-
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        self._program.zero_grad(set_to_none)
-
-    def parameters(self, recurse: bool = True) -> Any:
-        return self._program.parameters()
-
-    def named_parameters(self, *args: Any, **kwargs: Any) -> Any:
-        return self._program.named_parameters()
 
 
 class PlannedTrainer(Trainer):
@@ -96,7 +80,7 @@ class PlannedTrainer(Trainer):
 
     def _wrap_model(self, model: nn.Module, training: bool = True, dataloader: Any = None) -> nn.Module:
         # Another module than `self.model`: so the Trainer leaves it to itself and wraps it in nothing of its own.
-        return Stepped(self._program) if training else model
+        return PlannedModule(self._program) if training else model
 
     def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
         """The program has its parts where they belong; the whole model stays where it is."""

@@ -19,7 +19,6 @@ import re
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
 from torch.fx import Node
 
@@ -34,13 +33,6 @@ class Group:
 
     name: str
     nodes: tuple[Node, ...]
-
-
-class _Vertex(NamedTuple):
-    """A block, or one node between blocks (then ``path`` is "")."""
-
-    first: int
-    path: str
 
 
 def group_nodes(facts: Facts) -> tuple[Group, ...]:

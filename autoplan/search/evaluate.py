@@ -18,7 +18,6 @@ from autoplan.cost_models.memory import count_elements, stage_memory
 from autoplan.layers.types import LayerKind
 from autoplan.plan import Predicted, Stage, Strategy
 from autoplan.search import listed
-from autoplan.search.pricing import KindCosts
 from autoplan.search.space import Space
 from autoplan.search.tables import Tables
 from autoplan.search.timing import StageTimes, brief_step_s
@@ -343,11 +342,6 @@ def model_flops(space: Space) -> float:
     graph = space.problem.layers
     each = [sum(op.flops + op.backward_flops for op in kind.operators if op.batched) for kind in graph.kinds]
     return sum(each[layer.kind] for layer in graph.layers)
-
-
-def thriftiest_policies(costs: list[KindCosts], tables: Tables) -> tuple[str, ...]:
-    """For each layer the policy that keeps least."""
-    return tuple(tables.chain.thriftiest(c) for c in costs)
 
 
 def stage_link(space: Space, *, size: int, stride: int) -> str:
