@@ -69,6 +69,7 @@ class PlannedStrategy(DDPStrategy):
             self.setup_optimizers(trainer)
         self.setup_precision_plugin()
         self.precision_plugin.program = self._program
+        self._kept: Checkpoints | None = None  # of this run: its optimizers are new ones
 
     def _stands_for(self, module: nn.Module, planned: nn.Module) -> None:
         """The program's parameters for the module's, and its step for the planned model's forward in training."""
@@ -149,7 +150,11 @@ class PlannedStrategy(DDPStrategy):
             )
 
     def _checkpoints(self, filepath: Any) -> Checkpoints:
-        return Checkpoints(f"{filepath}{_BESIDE}", self.program, self.optimizers[0], keep=1)
+        """One a run, wherever it writes: each has a process group of its own."""
+        if self._kept is None:
+            self._kept = Checkpoints(filepath, self.program, self.optimizers[0], keep=1)
+        self._kept.directory = Path(f"{filepath}{_BESIDE}")
+        return self._kept
 
 
 class _PlannedPrecision(Precision):

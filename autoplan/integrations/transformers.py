@@ -49,6 +49,7 @@ class PlannedTrainer(Trainer):
         """This rank's rows of every global batch, shuffled by ``data_seed`` or ``seed``."""
         if self.train_dataset is None:
             raise ValueError("training needs a train_dataset")
+        self._kept: Checkpoints | None = None  # of this run: its loader and scheduler are new ones
         seed = self.args.data_seed if self.args.data_seed is not None else self.args.seed
         self._loader = self._program.dataloader(
             self.train_dataset,
@@ -136,10 +137,14 @@ class PlannedTrainer(Trainer):
     # ---------------------------------------------------------------------------------------------------- checkpoints
 
     def _checkpoints(self, directory: str) -> Checkpoints:
-        optimizer = getattr(self.optimizer, "optimizer", self.optimizer)  # accelerate's wrapper around it
-        return Checkpoints(
-            Path(directory) / _CHECKPOINT, self._program, optimizer, scheduler=self.lr_scheduler, loader=self._loader
-        )
+        """One a run, wherever it writes: each has a process group of its own."""
+        if self._kept is None:
+            optimizer = getattr(self.optimizer, "optimizer", self.optimizer)  # accelerate's wrapper around it
+            self._kept = Checkpoints(
+                directory, self._program, optimizer, scheduler=self.lr_scheduler, loader=self._loader
+            )
+        self._kept.directory = Path(directory) / _CHECKPOINT
+        return self._kept
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         checkpoints = self._checkpoints(output_dir)
