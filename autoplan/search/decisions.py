@@ -90,7 +90,7 @@ def solve_strategy(
         return fixed_split(space, strategy, space.problem.stages, cutoff_s=cutoff_s)
     found = _solve(space, strategy, space.tables, cutoff_s, solver)
     sets = space.down_sets
-    if sets is None or strategy.virtual_stages > 1:
+    if sets is None:
         return found
     in_order = None if found is None else found.split
     better_s = cutoff_s if in_order is None else min(cutoff_s, in_order.value_s * (1 - LEAST_GAIN))
