@@ -46,6 +46,8 @@ LOOK_S = 1.0  # how often to look for stopped ranks
 STOPPED_LOOKS = 5  # after how many looks in a row a stopped rank is a fault
 LEAVE_S = 5.0  # between asking a process to leave and killing it
 WRITER_NAME = "autoplan-checkpoint"  # threads that a rank which has done its work waits for
+NEVER = datetime.timedelta(days=365)
+_DONE_KEY = "autoplan/done"
 _TIMEOUT_VARIABLE = "AUTOPLAN_TIMEOUT_S"
 
 
@@ -161,9 +163,12 @@ def launch(
             there.close()  # later children must not inherit it, else a dead rank's pipe never ends
             workers.append(_Worker(rank=rank, process=process, connection=here))
         return _collect(workers, deadline_s, Path(progress))
+    except BaseException:
+        _ask_to_leave(workers)
+        raise
     finally:
         listener.close()
-        _stop(workers)
+        _see_off(workers)
         shutil.rmtree(progress, ignore_errors=True)
 
 
@@ -221,8 +226,9 @@ def _work(seat: _Seat, connection: Connection, fn: Callable[..., Any], args: tup
         os._exit(3)
 
     WATCH.report = report_hang
+    store = None
     try:
-        _take_seat(seat)
+        store = _take_seat(seat)
         _own_memory(args)
         report = ("result", pickle.dumps(fn(*args)))
         _finish_writing()
@@ -231,12 +237,28 @@ def _work(seat: _Seat, connection: Connection, fn: Callable[..., Any], args: tup
         report = ("error", pickle.dumps(as_fault(error, seat.rank, traceback.format_exc())))
     connection.send(report)
     connection.close()
+    if store is not None and code == 0:
+        _leave(seat, store)
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)  # no destructors: a process group that waits for a dead peer would hang here
 
 
-def _take_seat(seat: _Seat) -> None:
+def _leave(seat: _Seat, store: dist.TCPStore) -> None:
+    """Say that this rank is done; rank 0, whose store the others still meet at, waits until all are.
+
+    A rank that fails never says so: the launching process then ends this one.
+    """
+    try:
+        store.set(f"{_DONE_KEY}/{seat.rank}", "")
+        if seat.rank == 0:
+            store.wait([f"{_DONE_KEY}/{rank}" for rank in range(seat.world)], NEVER)
+    except RuntimeError:  # the store is gone, or nobody came: there is nothing left to wait for
+        return
+
+
+def _take_seat(seat: _Seat) -> dist.TCPStore:
+    """Become a rank: its environment and its process group. The store where the ranks meet."""
     _die_with_parent()
     os.environ.update(
         RANK=str(seat.rank),
@@ -268,6 +290,7 @@ def _take_seat(seat: _Seat) -> None:
     else:
         torch.set_num_threads(1)  # a forked process cannot use the threads that its parent's OpenMP had
         dist.init_process_group("gloo", store=store, rank=seat.rank, world_size=seat.world, timeout=timeout)
+    return store
 
 
 def _finish_writing() -> None:
@@ -416,13 +439,16 @@ def silent_fault(silent: list[int], echo: AutoplanError, progress: Path) -> Auto
     )
 
 
-def _stop(workers: list[_Worker]) -> None:
+def _ask_to_leave(workers: list[_Worker]) -> None:
+    """Also those that are done: rank 0 waits for the others."""
     for worker in workers:
-        if worker.process.is_alive() and not worker.done:
-            if worker.stopped.stopped:
-                worker.process.kill()  # it does not hear anything else
-            else:
-                worker.process.terminate()
+        if worker.stopped.stopped:
+            worker.process.kill()  # it does not hear anything else
+        elif worker.process.is_alive():
+            worker.process.terminate()
+
+
+def _see_off(workers: list[_Worker]) -> None:
     end = time.monotonic() + LEAVE_S
     for worker in workers:
         worker.process.join(max(0.0, end - time.monotonic()))

@@ -38,6 +38,30 @@ def test_tensors_come_back() -> None:
     assert torch.equal(second, torch.ones(2))
 
 
+def test_the_rank_whose_store_the_others_meet_at_leaves_last() -> None:
+    def work() -> str:
+        if dist.get_rank() == 0:
+            return "done at once"
+        time.sleep(0.3)
+        store = dist.distributed_c10d._get_default_store()
+        store.set("late", "still there")
+        return str(store.get("late").decode())
+
+    assert launch(work, gpus=2) == ["done at once", "still there"]
+
+
+def test_a_rank_that_waits_for_others_to_leave_does_not_outlive_their_failure(tmp_path: Path) -> None:
+    def work() -> None:
+        (tmp_path / str(dist.get_rank())).write_text(str(os.getpid()))
+        if dist.get_rank() == 1:
+            time.sleep(0.3)
+            raise ValueError("late")
+
+    with pytest.raises(RuntimeFault, match="rank 1 raised ValueError: late"):
+        launch(work, gpus=2)
+    assert not any(is_alive(int(file.read_text())) for file in tmp_path.iterdir())
+
+
 def failing_run(tmp_path: Path, fail: Callable[[int], None], **options: Any) -> tuple[RankFault, float, list[int]]:
     """Rank 1 fails while the others wait for it; the error, the seconds it took and the ranks' process ids."""
 
