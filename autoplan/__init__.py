@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from autoplan.runtime.checkpoints import Checkpoints
     from autoplan.runtime.initialise import empty_weights
     from autoplan.runtime.launch import launch
+    from autoplan.runtime.metrics import Metrics
     from autoplan.runtime.program import Program
     from autoplan.runtime.scaling import GradScaler
     from autoplan.sharding import register_rule
@@ -49,6 +50,7 @@ __all__ = [
     "GradScaler",
     "InfeasibleError",
     "Link",
+    "Metrics",
     "ModelError",
     "Plan",
     "PlanFileError",
@@ -78,7 +80,7 @@ _HOMES = {
     "errors": tuple(name for name in __all__ if name.endswith(("Error", "Fault"))),
     "plan": ("Plan", "Stage", "Strategy"),
     "questions": ("compare", "fit", "min_gpus"),
-    "runtime": ("Checkpoints", "GradScaler", "Program", "empty_weights", "launch"),
+    "runtime": ("Checkpoints", "GradScaler", "Metrics", "Program", "empty_weights", "launch"),
     "sharding": ("register_rule",),
     "verification": ("verify",),
 }

@@ -24,6 +24,7 @@ from torch import Tensor
 from autoplan.passes.split_stages import Value
 from autoplan.plan import Coordinates, Strategy
 from autoplan.runtime.launch import group_timeout
+from autoplan.runtime.waits import WAITS
 from autoplan.schedules import rank_of_stage
 
 # torch 2.13 renames its flat collectives and warns on each call; the names that 2.13 keeps for older releases are used.
@@ -151,7 +152,8 @@ class Mesh:
     def sum_over_data(self, tensor: Tensor) -> Tensor:
         """In place: the sum over the data axis."""
         if self.data is not None:
-            dist.all_reduce(tensor, group=self.data)
+            with WAITS.during("data"):
+                dist.all_reduce(tensor, group=self.data)
         return tensor
 
 
@@ -176,7 +178,8 @@ class AxisCommunicator:
         if group is None:
             return
         _require_contiguous(tensor)
-        dist.all_reduce(tensor, op=_OPERATIONS[operation], group=group)
+        with WAITS.during(axis):
+            dist.all_reduce(tensor, op=_OPERATIONS[operation], group=group)
 
     def all_gather(self, tensor: Tensor, axis: str) -> list[Tensor]:
         group = self._group(axis)
@@ -184,7 +187,8 @@ class AxisCommunicator:
             return [tensor]
         _require_contiguous(tensor)
         parts = [torch.empty_like(tensor) for _ in range(self.size(axis))]
-        dist.all_gather(parts, tensor, group=group)
+        with WAITS.during(axis):
+            dist.all_gather(parts, tensor, group=group)
         return parts
 
     def reduce_scatter(self, parts: list[Tensor], axis: str) -> Tensor:
@@ -193,7 +197,8 @@ class AxisCommunicator:
         if group is None:
             return parts[0]
         result = torch.empty_like(parts[0])
-        dist.reduce_scatter(result, parts, group=group)
+        with WAITS.during(axis):
+            dist.reduce_scatter(result, parts, group=group)
         return result
 
     def all_to_all(self, rows: Tensor, sent: list[int], received: list[int], axis: str) -> Tensor:
@@ -203,7 +208,8 @@ class AxisCommunicator:
             return rows
         _require_contiguous(rows)
         result = rows.new_empty((sum(received), *rows.shape[1:]))
-        dist.all_to_all_single(result, rows, received, sent, group=group)
+        with WAITS.during(axis):
+            dist.all_to_all_single(result, rows, received, sent, group=group)
         return result
 
     def _group(self, axis: str) -> dist.ProcessGroup | None:

@@ -26,6 +26,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from autoplan.runtime.collectives import Mesh
+from autoplan.runtime.waits import WAITS
 
 BUCKET_BYTES = 25 * 2**20  # torch DDP's default: large enough for bandwidth, small enough to start early
 
@@ -173,7 +174,8 @@ class GradientSync:
             parameter = self.parameters[name]
             if parameter.requires_grad:
                 gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad.contiguous()
-                dist.all_reduce(gradient, group=self.mesh.tied[self.tied[name]])
+                with WAITS.during("pipeline"):
+                    dist.all_reduce(gradient, group=self.mesh.tied[self.tied[name]])
                 parameter.grad = gradient
 
     def _sum_over_tensor(self) -> None:
@@ -185,7 +187,8 @@ class GradientSync:
                 by_dtype.setdefault(parameter.grad.dtype, []).append(parameter)
         for members in by_dtype.values():
             flat = torch.cat([parameter.grad.reshape(-1) for parameter in members])  # type: ignore[union-attr]
-            dist.all_reduce(flat, group=self.mesh.tensor)
+            with WAITS.during("tensor"):
+                dist.all_reduce(flat, group=self.mesh.tensor)
             for parameter, piece in zip(members, flat.split([p.numel() for p in members]), strict=True):
                 parameter.grad = piece.view(parameter.shape)
 
@@ -234,7 +237,8 @@ class Replicated(GradientSync):
 
     def _collect(self) -> None:
         for work, flat, members in self._sums:
-            work.wait()
+            with WAITS.during("data"):
+                work.wait()
             pieces = flat.split([parameter.numel() for parameter in members])
             for parameter, piece in zip(members, pieces, strict=True):
                 parameter.grad = piece.view(parameter.shape)
@@ -285,7 +289,8 @@ class Sharded(GradientSync):
         """Add up what has arrived, leaving at most ``limit`` buckets on their way."""
         while len(self._arriving) > limit:
             work, mine, index = self._arriving.pop(0)
-            work.wait()
+            with WAITS.during("data"):
+                work.wait()
             self._sums[index] = self._sums[index].add_(mine) if index in self._sums else mine
 
     def _collect(self) -> None:
@@ -303,7 +308,8 @@ class Sharded(GradientSync):
         for bucket in self._buckets:
             mine = torch.cat([self.parameters[name].detach() for name in bucket.names])
             matrix = mine.new_empty(self._degree, mine.numel())
-            dist.all_gather_into_tensor(matrix.view(-1), mine, group=self.mesh.data)
+            with WAITS.during("data"):
+                dist.all_gather_into_tensor(matrix.view(-1), mine, group=self.mesh.data)
             columns = matrix.split([self.parameters[name].numel() for name in bucket.names], dim=1)
             for name, column in zip(bucket.names, columns, strict=True):
                 self.working[name].copy_(self._unpadded(column.reshape(-1), name))

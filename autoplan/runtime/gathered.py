@@ -25,6 +25,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from autoplan.passes.operators import gathering
 from autoplan.runtime.collectives import Mesh
 from autoplan.runtime.data_parallel import GradientSync, Replicated, Sharded
+from autoplan.runtime.waits import WAITS
 
 WINDOW = 2  # layers whole at once in the backward: where one layer's backward runs into the next one's
 _ON_THEIR_WAY = 2  # reduce-scatters whose gradients have not arrived
@@ -130,7 +131,8 @@ class Gathered(Sharded):
     def _keep_arrived(self, *, limit: int) -> None:
         while len(self._scattered) > limit:
             work, mine, names, sizes = self._scattered.pop(0)
-            work.wait()
+            with WAITS.during("data"):
+                work.wait()
             for name, piece in zip(names, mine.split(sizes), strict=True):
                 known = self._gradients.get(name)
                 self._gradients[name] = piece if known is None else known.add_(piece)
@@ -169,7 +171,8 @@ class Gathered(Sharded):
     def _all_gather(self, layer: _Layer) -> list[Tensor]:
         mine = torch.cat([own.detach() for own in layer.slices])
         matrix = mine.new_empty(self._degree, mine.numel())
-        dist.all_gather_into_tensor(matrix.view(-1), mine, group=self.mesh.data)
+        with WAITS.during("data"):
+            dist.all_gather_into_tensor(matrix.view(-1), mine, group=self.mesh.data)
         columns = matrix.split([own.numel() for own in layer.slices], dim=1)
         wholes = [
             column.flatten()[: torch.Size(shape).numel()].view(shape)

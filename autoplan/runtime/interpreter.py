@@ -26,6 +26,7 @@ from autoplan.passes.weight_gradients import WeightGradients, putting_aside
 from autoplan.runtime.collectives import Channels
 from autoplan.runtime.faults import RankFault, action_fault
 from autoplan.runtime.progress import WATCH
+from autoplan.runtime.waits import WAITS
 from autoplan.schedules import Action
 
 _WORDS = {"F": "forward", "B": "backward", "I": "backward", "W": "weight gradients"}
@@ -69,8 +70,10 @@ class _Pending:
         self.sends.append((work, tensor))
 
     def wait(self) -> None:
-        for work, _ in self.sends:
-            work.wait()
+        if self.sends:
+            with WAITS.during("pipeline"):
+                for work, _ in self.sends:
+                    work.wait()
         self.sends = []
 
 
@@ -193,7 +196,8 @@ class RankInterpreter:
         received = []
         for value, memory, arrival in posted:
             if arrival is not None:
-                arrival.wait()
+                with WAITS.during("pipeline"):
+                    arrival.wait()
             tensor = memory.permute([value.order.index(d) for d in range(memory.dim())])
             received.append((value, tensor.requires_grad_(value.differentiable)))
         return received
@@ -263,7 +267,8 @@ class RankInterpreter:
         for parts in posted:
             for _, arrival in parts:
                 if arrival is not None:
-                    arrival.wait()
+                    with WAITS.during("pipeline"):
+                        arrival.wait()
             # What was handed over may be kept by others, so a sum is a tensor of its own.
             sums.append(functools.reduce(torch.add, [buffer for buffer, _ in parts]) if parts else None)
         return sums

@@ -56,7 +56,8 @@ class Program:
         self._builder.graphs(0)  # what the passes refuse, they refuse now and not at the first step
         self._part: RankPart | None = None
         self._bound_to = 0
-        self.steps = 0  # taken so far
+        self.steps = self.samples = 0  # taken so far
+        self.loss = float("nan")  # of the latest step
         self._nothing = nn.Parameter(torch.empty(0))
 
     @property
@@ -76,9 +77,10 @@ class Program:
         not divide over the data ranks; CaptureError for one that is not like the example.
         """
         part = self._rank_part()
-        loss = part.step(batch, local=local, step=self.steps)
+        self.loss = part.step(batch, local=local, step=self.steps)
         self.steps += 1
-        return loss
+        self.samples += part.samples
+        return self.loss
 
     def dataloader(
         self,

@@ -33,6 +33,7 @@ from autoplan.runtime.launch import group_timeout
 from autoplan.runtime.progress import WATCH
 from autoplan.runtime.randomness import Randomness
 from autoplan.runtime.state import FullTensors
+from autoplan.runtime.waits import WAITS
 from autoplan.sharding.placements import Copied, Placement, Shard
 
 
@@ -59,6 +60,7 @@ class RankPart:
         self._placements: dict[str, Placement] = {}
         self.experts: frozenset[str] = frozenset()  # parameters of which this rank holds a run of experts
         self._totals: dict[str, torch.dtype] = {}
+        self.samples = 0  # of the global batch of the latest step
         graphs = builder.graphs(self.mesh.at.tensor if self.mesh.at is not None else 0)
         buffers = self._place(graphs) if self.mesh.at is not None else {}
         self.state = FullTensors(
@@ -156,7 +158,8 @@ class RankPart:
                 ) from error
             if self.mesh.at.tensor == 0:  # the others hold the same loss
                 loss = contribution
-        return float(self.mesh.sum_over_world(loss).item())
+        with WAITS.during("loss"):
+            return float(self.mesh.sum_over_world(loss).item())
 
     def _actions(self, micro_batches: int) -> schedules.Actions:
         """This rank's list, from lists that are proven to end."""
@@ -177,6 +180,7 @@ class RankPart:
             s.placeholder: t for s, t in zip(self._capture.inputs, gather_inputs(self._capture, batch), strict=True)
         }
         total = batch_rows(self._capture, tensors)
+        self.samples = total * (self._strategy.data if local else 1)
         rows = range(total)
         if local:
             self._require_equal_parts(total)
