@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import copy
 import functools
 
 import pytest
 import torch
-from torch.fx import GraphModule, Node
 
 from autoplan.errors import AutoplanError
 from autoplan.passes import operators
 from autoplan.passes.lint import check_placements
 from autoplan.sharding import Partial, Replicate, Shard
 from tests.support import models, sharded
+from tests.support.broken import copied, each_dropped
 
 COLLECTIVES = {
     operators.copy_to_axis,
@@ -39,32 +38,14 @@ def traced(name: str) -> sharded.Traced:
     return sharded.trace(MODELS[name])
 
 
-def _copy(graph_module: GraphModule) -> GraphModule:
-    graph = torch.fx.Graph()
-    graph.output(graph.graph_copy(graph_module.graph, val_map={}))
-    for new, old in zip(graph.nodes, graph_module.graph.nodes, strict=True):
-        new.meta = copy.copy(old.meta)
-    return GraphModule(graph_module, graph)
-
-
-def _collectives(graph_module: GraphModule) -> list[Node]:
-    return [node for node in graph_module.graph.nodes if node.target in COLLECTIVES]
-
-
 @pytest.mark.parametrize("degree", [2, 4])
 @pytest.mark.parametrize("name", MODELS)
 def test_dropping_any_one_collective_is_caught(name: str, degree: int) -> None:
     model = traced(name)
     _, graph = sharded.shard(model, degree)
-    count = len(_collectives(graph.graph_module))
-    assert count > 0
-    for index in range(count):
-        broken = _copy(graph.graph_module)
-        victim = _collectives(broken)[index]
-        source = victim.args[0]
-        assert isinstance(source, Node)
-        victim.replace_all_uses_with(source)
-        broken.graph.erase_node(victim)
+    found = list(each_dropped(graph.graph_module, *COLLECTIVES))
+    assert found
+    for broken in found:
         with pytest.raises(AutoplanError):
             check_placements(broken, model.capture.graph_module, graph.parameters, degree=degree)
 
@@ -84,7 +65,7 @@ def test_a_parameter_placed_otherwise_is_caught(name: str) -> None:
 def test_a_size_that_was_not_made_local_is_caught() -> None:
     model = traced("nanoGPT")
     _, graph = sharded.shard(model, 2)
-    broken = _copy(graph.graph_module)
+    broken = copied(graph.graph_module)
     view = next(node for node in broken.graph.nodes if node.target is torch.ops.aten.view.default)
     batch, length, heads, width = view.args[1]
     view.args = (view.args[0], [batch, length, 2 * heads, width // 2])
@@ -95,7 +76,7 @@ def test_a_size_that_was_not_made_local_is_caught() -> None:
 def test_the_message_names_operator_module_and_line() -> None:
     model = traced("nanoGPT")
     _, graph = sharded.shard(model, 2)
-    broken = _copy(graph.graph_module)
+    broken = copied(graph.graph_module)
     victim = next(
         node for node in broken.graph.nodes if node.target is operators.reduce_from_axis and "linear" in node.name
     )
