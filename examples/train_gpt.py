@@ -2,7 +2,9 @@
 
     python examples/train_gpt.py                                       # one process
     autoplan run examples/train_gpt.py --gpus 4 --device cpu           # the plan that autoplan picks
-    autoplan run examples/train_gpt.py --gpus 4 --device cpu --strategy pipeline=2,tensor=2
+    autoplan run examples/train_gpt.py --gpus 4 --device cpu --strategy pipeline=2,tensor=2 --metrics run
+
+With `--metrics DIR` each step is measured beside what the plan predicted; `tensorboard --logdir DIR` shows the curves.
 
 Nothing in the model knows of more than one GPU.
 """
@@ -111,7 +113,7 @@ def train_alone(steps: int) -> tuple[list[float], dict[str, Tensor]]:
 
 
 def train_planned(
-    steps: int, *, gpus: int, device: str, strategy: dict[str, int] | None
+    steps: int, *, gpus: int, device: str, strategy: dict[str, int] | None, metrics: str | None = None
 ) -> tuple[list[float], dict[str, Tensor], autoplan.Plan]:
     """The same loop around a compiled program; every process of the program runs it."""
     corpus = read_corpus()
@@ -119,10 +121,14 @@ def train_planned(
     program = autoplan.compile(build_model(), gpus=gpus, device=device, example_inputs=example, strategy=strategy)
     optimizer = torch.optim.AdamW(program.parameters(), lr=LEARNING_RATE)
     losses = []
-    for batch in batches(corpus, steps):
+    measured = autoplan.Metrics(program, log_dir=metrics) if metrics else None
+    feed = batches(corpus, steps)
+    for batch in measured.track(feed, steps=steps) if measured else feed:
         losses.append(program.step(batch))
         optimizer.step()
         optimizer.zero_grad()
+    if measured and os.environ.get("RANK") == "0":
+        print(measured.report())
     return losses, program.state_dict(), program.plan
 
 
@@ -130,6 +136,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=STEPS)
     parser.add_argument("--strategy", default="", help="such as pipeline=2,tensor=2; empty: autoplan decides")
+    parser.add_argument("--metrics", metavar="DIR", help="measure each step, and write TensorBoard's files there")
     arguments = parser.parse_args()
     forced = {key: int(value) for key, value in (part.split("=") for part in arguments.strategy.split(",") if part)}
 
@@ -139,7 +146,9 @@ def main() -> None:
         print("one process")
     else:
         gpus, device = int(os.environ["WORLD_SIZE"]), os.environ["AUTOPLAN_DEVICE"]
-        losses, _, plan = train_planned(arguments.steps, gpus=gpus, device=device, strategy=forced or None)
+        losses, _, plan = train_planned(
+            arguments.steps, gpus=gpus, device=device, strategy=forced or None, metrics=arguments.metrics
+        )
         if int(os.environ["RANK"]) > 0:
             return
         print(f"{gpus} processes: {plan.strategy.describe()}")

@@ -40,12 +40,14 @@ def last_loss(output: str) -> float:
     return float(output.splitlines()[-1].split("loss")[1].split(",")[0])
 
 
-def test_the_training_script_learns_the_same_alone_and_under_a_forced_plan() -> None:
+def test_the_training_script_learns_the_same_alone_and_under_a_forced_plan(tmp_path: Path) -> None:
     script = str(EXAMPLES / "train_gpt.py")
     alone = run(script, "--steps", "5")
     asked = ("--gpus", "4", "--device", "cpu", "--steps", "5", "--strategy", "pipeline=2,tensor=2")
+    asked += ("--metrics", str(tmp_path))
     planned = run("-m", "autoplan.cli", "run", script, *asked)
     assert "4 processes: pipeline 2 x tensor 2" in planned
+    assert "predicted    measured" in planned and list(tmp_path.glob("events.out.tfevents.*"))
     assert abs(last_loss(alone) - last_loss(planned)) <= 1e-4
 
 
