@@ -209,6 +209,10 @@ def _time(plan: Plan) -> Iterator[Problem]:
         busy = strategy.micro_batches * (stage.forward_s + stage.backward_s) + stage.synchronise_s + stage.optimizer_s
         if busy > step * (1 + _SUM):
             yield "predicted.step_time_s", f"{step}, but stage {index} works for {busy}"
+        for name in ("forward", "backward"):
+            parts, whole = getattr(stage, f"{name}_terms"), getattr(stage, f"{name}_s")
+            if parts and not _close(sum(parts.values()), whole, _SUM):
+                yield f"stages.{index}.{name}_s", f"{whole}, but its terms sum to {sum(parts.values())}"
     tokens = plan.global_batch * plan.model.tokens_per_sample / step
     if not _close(tokens, predicted.tokens_per_s, _ROUNDED):
         yield "predicted.tokens_per_s", f"{predicted.tokens_per_s}, but batch, tokens and step time make {tokens}"

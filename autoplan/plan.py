@@ -120,7 +120,9 @@ class Stage:
     micro-batch (``send_s``: of its activations to the next stage, or of their gradients back), but for
     ``synchronise_s`` and ``optimizer_s``, which come once a step, after the last micro-batch. ``weight_gradients_s`` is
     the part of ``backward_s`` that a zero-bubble schedule puts off, else 0. Stages that share a GPU repeat its memory.
-    ``device`` names the cluster's group that runs the stage, "" where all GPUs are of one kind.
+    ``forward_terms`` and ``backward_terms`` are seconds that sum to ``forward_s`` and ``backward_s`` (empty in older
+    files); ``hidden_s`` is what transfers of the data axis take in a step beside the computation. ``device`` names the
+    cluster's group that runs the stage, "" where all GPUs are of one kind.
     """
 
     __pydantic_config__: ClassVar[ConfigDict] = _STRICT
@@ -138,6 +140,9 @@ class Stage:
     synchronise_s: float = 0.0
     optimizer_s: float = 0.0
     weight_gradients_s: float = 0.0
+    forward_terms: dict[str, float] = field(default_factory=dict)
+    backward_terms: dict[str, float] = field(default_factory=dict)
+    hidden_s: float = 0.0
     device: str = ""
 
 

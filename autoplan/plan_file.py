@@ -14,7 +14,7 @@ import json
 from collections.abc import Callable
 from typing import Any
 
-REVISION = 2
+REVISION = 3
 # Of an object: the keys that share its first line; lists that are one line.
 _FIRST_LINE = ("first_layer", "last_layer", "recompute")
 _ONE_LINE = ("layer_recompute",)
@@ -77,5 +77,10 @@ def _from_first(data: Data) -> Data:
     return {**data, "stages": [{**stage, "send_s": each_s} for stage in stages[:-1]] + stages[-1:]}
 
 
+def _from_second(data: Data) -> Data:
+    """Files before revision 3 did not say what stages' times are made of, which nothing else in them tells."""
+    return data
+
+
 # A step for each revision but the newest: from it to the next.
-STEPS: dict[int, Callable[[Data], Data]] = {1: _from_first}
+STEPS: dict[int, Callable[[Data], Data]] = {1: _from_first, 2: _from_second}

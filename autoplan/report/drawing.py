@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from autoplan.explain.text import seconds, size
 from autoplan.plan import Stage
+from autoplan.report import parts
 from autoplan.report.step import Step
 
 WIDTH = 1000.0
@@ -95,9 +96,9 @@ def _blocks(step: Step, stage: int) -> Iterator[tuple[str, float, float, str, st
     """(class, start, end, label, title) of what a stage does."""
     for event in step.lanes[stage]:
         kind, number = event.action.kind, event.action.micro_batch
-        title = (
-            f"stage {event.action.stage}, {_WORDS[kind]} of micro-batch {number}: {_span(event.start_s, event.end_s)}"
-        )
+        span, made_of = _span(event.start_s, event.end_s), parts.said(step.plan, event)
+        title = f"stage {event.action.stage}, {_WORDS[kind]} of micro-batch {number}: {span}"
+        title += f" ({made_of})" if made_of else ""
         yield _KINDS[kind], event.start_s, event.end_s, str(number), title
     for tail in step.tails[stage]:
         yield (

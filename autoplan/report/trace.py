@@ -1,8 +1,10 @@
 """One step as a Chrome trace, for https://ui.perfetto.dev or chrome://tracing.
 
-A process is a pipeline rank (all its GPUs do the same: one class), with a lane of compute (forward, backward, bubble,
-gradient synchronisation, optimizer), asynchronous slices for what it sends, arrows from a send to where it is used, and
-a counter of its memory. Times are microseconds, as the format wants.
+A process is a pipeline rank (all its GPUs do the same: one class). Its first lane is what it does: forward, backward,
+bubble, gradient synchronisation, optimizer, and inside a forward or a backward the collectives that it waits for and
+what it computes again (:mod:`.parts`). A second lane holds what the data axis transfers beside the computation. What it
+sends are asynchronous slices, with arrows from a send to where it is used; a counter is its memory. Times are
+microseconds, as the format wants.
 
 The counter stands at ``saved activations / in flight`` a micro-batch between its forward and its backward, over all
 other terms at their peak: its top is the stage's peak, and between the micro-batches it is an upper bound. It is flat
@@ -16,11 +18,14 @@ from typing import Any
 
 from autoplan.cost_models.schedule import Event
 from autoplan.plan import Plan
+from autoplan.report import parts
 from autoplan.report.step import Send, Step
 
 # Above this many actions only the first and the last windows are written, which show the warm-up and the end.
 MOST_ACTIONS = 20_000
-_COMPUTE = 0
+# Above this many slices inside of actions, each action has one a kind instead of one a layer.
+MOST_INSIDE = 40_000
+_COMPUTE, _BESIDE = 0, 1
 _MICRO = 1e6
 _GIB = 2**30
 _NAMES = {"F": "forward", "B": "backward", "I": "gradients of inputs", "W": "gradients of weights"}
@@ -39,9 +44,12 @@ def trace(step: Step, *, most_actions: int = MOST_ACTIONS) -> dict[str, Any]:
     head, tail = _windows(step, most_actions)
     shown = [[e for e in lane if e.end_s <= head or e.start_s >= tail] for lane in step.lanes]
     events: list[dict[str, Any]] = []
+    whole = sum(map(len, shown)) * max(s.last_layer - s.first_layer + 1 for s in plan.stages) > MOST_INSIDE
     for stage in range(len(step.lanes)):
         events += _names(plan, stage)
         events += (_action(stage, event) for event in shown[stage])
+        events += (part for event in shown[stage] for part in _inside(plan, stage, event, whole))
+        events += _beside(plan, stage, shown[stage])
         events += _gaps(step, stage, head, tail)
         events += _tails(step, stage)
         events += _memory(plan, stage, step.lanes[stage], shown[stage])
@@ -82,11 +90,34 @@ def _names(plan: Plan, stage: int) -> Iterator[dict[str, Any]]:
     yield {"ph": "M", "pid": stage, "name": "process_name", "args": {"name": name}}
     yield {"ph": "M", "pid": stage, "name": "process_sort_index", "args": {"sort_index": stage}}
     yield {"ph": "M", "pid": stage, "tid": _COMPUTE, "name": "thread_name", "args": {"name": "compute"}}
+    if any(plan.stages[s].hidden_s for s in held):
+        beside = {"name": "transfers beside the computation"}
+        yield {"ph": "M", "pid": stage, "tid": _BESIDE, "name": "thread_name", "args": beside}
 
 
-def _slice(stage: int, name: str, category: str, start_s: float, end_s: float, **more: Any) -> dict[str, Any]:
+def _slice(
+    stage: int, name: str, category: str, start_s: float, end_s: float, *, lane: int = _COMPUTE, **more: Any
+) -> dict[str, Any]:
     span = {"ts": start_s * _MICRO, "dur": (end_s - start_s) * _MICRO}
-    return {"ph": "X", "pid": stage, "tid": _COMPUTE, "name": name, "cat": category, **span, **more}
+    return {"ph": "X", "pid": stage, "tid": lane, "name": name, "cat": category, **span, **more}
+
+
+def _inside(plan: Plan, rank: int, event: Event, whole: bool) -> Iterator[dict[str, Any]]:
+    """The collectives and the recompute of an action, a slice a layer, or (``whole``) one a kind."""
+    stage = plan.stages[event.action.stage]
+    pieces = 1 if whole else stage.last_layer - stage.first_layer + 1
+    for part in parts.inside(event, stage, pieces=pieces):
+        category = "recompute" if part.term == "recompute" else "collective"
+        yield _slice(rank, parts.named(plan, part.term), category, part.start_s, part.end_s)
+
+
+def _beside(plan: Plan, rank: int, shown: Sequence[Event]) -> Iterator[dict[str, Any]]:
+    """What the data axis transfers while this rank computes."""
+    for event in shown:
+        lasts_s = parts.hidden_s(plan, event)
+        if lasts_s > 0:
+            name = parts.named(plan, "sharded_state")
+            yield _slice(rank, name, "hidden collective", event.end_s - lasts_s, event.end_s, lane=_BESIDE)
 
 
 def _action(rank: int, event: Event) -> dict[str, Any]:

@@ -59,6 +59,25 @@ class StageCosts:
         return self.compute_backward_s + self.recompute_s + self.tensor_backward_s + self.data.backward_s
 
     @property
+    def forward_terms(self) -> dict[str, float]:
+        """What :attr:`forward_s` is made of, by the names of the step's terms."""
+        return {
+            "forward": self.compute_forward_s,
+            "tensor_communication": self.tensor_forward_s,
+            "sharded_state": self.data.forward_s,
+        }
+
+    @property
+    def backward_terms(self) -> dict[str, float]:
+        """What :attr:`backward_s` is made of."""
+        return {
+            "backward": self.compute_backward_s,
+            "recompute": self.recompute_s,
+            "tensor_communication": self.tensor_backward_s,
+            "sharded_state": self.data.backward_s,
+        }
+
+    @property
     def period_s(self) -> float:
         return self.forward_s + self.backward_s
 
@@ -294,6 +313,9 @@ def plan_stages(evaluation: Evaluation) -> tuple[Stage, ...]:
             synchronise_s=stage.synchronise_s,
             optimizer_s=stage.optimizer_s,
             weight_gradients_s=weights,
+            forward_terms={name: value for name, value in stage.forward_terms.items() if value},
+            backward_terms={name: value for name, value in stage.backward_terms.items() if value},
+            hidden_s=max(0.0, stage.data.total_s - stage.data.exposed_s(evaluation.strategy.micro_batches)),
         )
         for stage, send_s, weights in zip(evaluation.stages, (*evaluation.sends_s, 0.0), weights_s, strict=True)
     )

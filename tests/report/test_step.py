@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import re
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -13,7 +14,7 @@ from hypothesis import strategies as st
 
 from autoplan.errors import StrategyError
 from autoplan.plan import Plan
-from autoplan.report import step, terminal, trace
+from autoplan.report import parts, step, terminal, trace
 from autoplan.search import search
 from tests.support.layer_graphs import Dense, cluster, problem
 
@@ -100,6 +101,43 @@ def test_slices_of_a_stage_do_not_overlap_and_fill_the_step(plan: Plan) -> None:
             assert event["ts"] == pytest.approx(at, abs=1.0)
             at = event["ts"] + event["dur"]
         assert at == pytest.approx(plan.predicted.step_time_s * 1e6, rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [
+        {"tensor": 2, "data": 2, "zero_stage": 1},
+        {"data": 4, "zero_stage": 3, "recompute": "full"},
+        {"data": 4, "zero_stage": 2, "micro_batch_size": 1},
+        {"tensor": 2, "schedule": "zero_bubble"},
+    ],
+    ids=lambda keys: " ".join(f"{key}={value}" for key, value in keys.items()),
+)
+def test_every_action_holds_its_collectives_and_what_it_computes_again(keys: dict[str, Any]) -> None:
+    layers = [Dense(elements=40_000_000, core=2**20, core_flops=1e10)] * 6
+    plan = search(problem(layers, cluster(8), forced={"pipeline": 2, "schedule": "1f1b", **keys}))
+    events = trace.trace(step.simulate(plan))["traceEvents"]
+    for rank, stage in enumerate(plan.stages):
+        slices = [e for e in events if e["ph"] == "X" and e["pid"] == rank]
+        waited = sum(e["dur"] for e in slices if e["cat"] == "collective") / 1e6
+        both = [*stage.forward_terms.items(), *stage.backward_terms.items()]
+        expected = sum(value for name, value in both if name in parts.COLLECTIVES)
+        assert waited == pytest.approx(plan.strategy.micro_batches * expected, rel=1e-6)
+        again = sum(e["dur"] for e in slices if e["cat"] == "recompute") / 1e6
+        assert again == pytest.approx(plan.strategy.micro_batches * stage.backward_terms.get("recompute", 0.0))
+        hidden = sum(e["dur"] for e in slices if e["cat"] == "hidden collective") / 1e6
+        assert hidden <= stage.hidden_s * (1 + 1e-9) and (hidden > 0) == (stage.hidden_s > 0)
+        assert (waited + hidden > 0) == (plan.strategy.data * plan.strategy.tensor > 1)
+        actions = [e for e in slices if "action" in e.get("args", {})]
+        nested = [e for e in slices if e["cat"] in ("collective", "recompute")]
+        for part in nested:
+            assert any(a["ts"] <= part["ts"] + 1e-3 and ends(part) <= ends(a) + 1e-3 for a in actions)
+        nested.sort(key=lambda e: e["ts"])
+        assert all(ends(one) <= other["ts"] + 1e-3 for one, other in pairwise(nested))
+
+
+def ends(event: dict[str, Any]) -> float:
+    return event["ts"] + event["dur"]
 
 
 def test_arrows_join_a_send_to_its_use(plan: Plan) -> None:
