@@ -17,40 +17,37 @@ Local literals are checked by running their operators on shapes alone.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch._guards import detect_fake_mode
 from torch.fx import Graph, GraphModule, Node
 
 from autoplan.capture.errors import node_line
-from autoplan.capture.shapes import MAX_BATCH, shape_at
 from autoplan.capture.types import InputSpec
 from autoplan.errors import StrategyError
-from autoplan.passes import context_operators
+from autoplan.passes import context_operators, context_rules
+from autoplan.passes.context_rules import is_in_place, is_whole
+from autoplan.passes.lint_context import check_positions
+from autoplan.passes.misread import shapes_of, shapes_when_run
 from autoplan.passes.rewriting import AxisWriter, LocalValues, layout, origin_of, override, place_of
-from autoplan.sharding.operation import GraphFacts, Operation, module_path, rebuild, tensors_of
-from autoplan.sharding.placements import COPIED, PARTIAL, REPLICATE, Copied, Partial, Placement, Replicate, Shard
+from autoplan.sharding.operation import GraphFacts, Operation, module_path, rebuild
+from autoplan.sharding.placements import PARTIAL, Copied, Partial, Placement, Replicate, Shard
 from autoplan.sharding.registry import rule_of
-from autoplan.sharding.rules import Option, Pointwise
+from autoplan.sharding.rules import Option
 
 NAME = "context_parallel"
 AXIS = "context"
 _SEQUENCE = 1  # the dimension of [batch, sequence, ...]
 _GATHERED = frozenset(("matmul", "bmm"))  # one operand may be gathered: an attention's products, written out
-_SUM = 2  # torch's number of the reduction
 _SUFFIX = {
     context_operators.own_positions: "positions",
     context_operators.all_positions: "all_positions",
     context_operators.sum_over_axis: "over_context",
     context_operators.share_of: "share",
 }
-# Of the tensor axis: those that leave every dimension as it is, and those that cut or join the one of their argument.
-_ALIKE = frozenset(("copy_to_axis", "reduce_from_axis"))
-_ALONG = frozenset(("gather_from_axis", "gather_for_axis", "scatter_to_axis", "scatter_sum_to_axis", "slice_for_axis"))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,10 +64,10 @@ def context_parallel(
 ) -> ContextGraph:
     """``graph_module`` as every rank of a context axis of ``degree`` runs it; a value is converted once a layer,
     ``layer_of`` by node name. Raises StrategyError where the batch holds no sequence that can be dealt out, or an
-    operator works along it."""
+    operator works along it; AutoplanError where the linter objects."""
     writer = _Writer(graph_module, degree, layer_of, _sequences(inputs, degree))
     written = writer.write()
-    placements = {node.name: placement for node, placement in writer.placed.items()}
+    placements = check_positions(written, graph_module, degree=degree)
     return ContextGraph(graph_module=written, origin=writer.origin, placements=placements)
 
 
@@ -166,7 +163,7 @@ class _Writer(AxisWriter):
             self.marks[node] = self._marks(operation)
 
     def _whole(self, node: Node) -> Placement:
-        return COPIED if self.facts.differentiable[node] else REPLICATE
+        return context_rules.whole(self.facts.differentiable[node])
 
     # ---------------------------------------------------------------------------------------- what an operator makes
 
@@ -176,7 +173,7 @@ class _Writer(AxisWriter):
         if not split and self.dealt.parametric[node]:
             split = [(slot, mark) for slot, o in enumerate(operation.operands) for mark in self.marks.get(o.node, ())]
         if split:
-            found = (o for slot, state in split for o in _options(operation, slot, state))
+            found = (o for slot, state in split for o in context_rules.options(operation, slot, state))
             option = next((o for o in found if self._reachable(operation, o, states)), None)
             if option is None:
                 raise self._refusal(node)
@@ -190,7 +187,7 @@ class _Writer(AxisWriter):
         results = [(shape, option.output) for shape in operation.shapes]
         if any(isinstance(state, Shard) and not self._divides(shape, state) for shape, state in results):
             return False
-        if _in_place(operation) and states[0] != option.inputs[0]:
+        if is_in_place(operation) and states[0] != option.inputs[0]:
             return False
         return option.form in ("plain", "positions_attention") and all(
             self._leads(operation, slot, have, want, option)
@@ -204,31 +201,20 @@ class _Writer(AxisWriter):
         if isinstance(want, Shard):
             # A parameter that is split along the sequence by a product would be tensor parallelism.
             summed = isinstance(option.output, Partial) and operand.differentiable
-            return _is_whole(have) and not summed and all(self._divides(shape, want) for shape in operand.shapes)
+            return is_whole(have) and not summed and all(self._divides(shape, want) for shape in operand.shapes)
         if isinstance(want, Partial):
             return False
-        return _is_whole(have) or (isinstance(have, Shard) and operation.key in _GATHERED)
+        return is_whole(have) or (isinstance(have, Shard) and operation.key in _GATHERED)
 
     def _divides(self, shape: tuple[int, ...], state: Shard) -> bool:
         return state.dim < len(shape) and state.divides(shape[state.dim], 2 * self.degree)
 
     def _of_summands(self, node: Node, operation: Operation, states: Sequence[Placement]) -> Option:
-        """Sums of summands are summands, and so is one times a whole value; for all else they are added up first."""
-        rule, count = rule_of(node), len(states)
-        summands = [isinstance(state, Partial) for state in states]
-        if (
-            operation.key in ("mul", "div")
-            and count == 2
-            and not all(summands)
-            and (summands[0] or operation.key == "mul")
-        ):
-            wanted = tuple(
-                PARTIAL if s else self._whole(o.node) for s, o in zip(summands, operation.operands, strict=True)
-            )
-            return Option(wanted, PARTIAL)
-        if rule is not None and rule.passes_partial(operation):
-            return Option((PARTIAL,) * count, PARTIAL)
-        if _in_place(operation):
+        """For what does not pass summands on they are added up first."""
+        option = context_rules.options_of_summands(operation, [isinstance(state, Partial) for state in states])
+        if option is not None:
+            return option
+        if is_in_place(operation):
             raise self._refusal(node)
         return Option(tuple(self._whole(operand.node) for operand in operation.operands), self._whole(node))
 
@@ -240,7 +226,7 @@ class _Writer(AxisWriter):
             option.output
             for slot, operand in enumerate(operation.operands)
             for mark in self.marks.get(operand.node, ())
-            for option in _options(operation, slot, mark)
+            for option in context_rules.options(operation, slot, mark)
         }
         return frozenset(
             state
@@ -262,9 +248,9 @@ class _Writer(AxisWriter):
     def _value(self, node: Node, target: Placement, reader: Node) -> Node:
         """``node``'s value placed as ``target``, converted once a layer of readers."""
         source = self.placed[node]
-        if source == target or (_is_whole(source) and _is_whole(target)):
+        if source == target or (is_whole(source) and is_whole(target)):
             return self.written[node]
-        key = (node, str(target) if not _is_whole(target) else "whole", self.layers.get(reader, self.layers[node]))
+        key = (node, str(target) if not is_whole(target) else "whole", self.layers.get(reader, self.layers[node]))
         if key not in self.converted:
             self.converted[key] = self._convert(node, source, target, reader)
         return self.converted[key]
@@ -318,97 +304,14 @@ class _Writer(AxisWriter):
         rule, new = rule_of(node), self.written[node]
         if rule is None or not option.split or not rule.local_arguments(self.facts.operation(node), option):
             return
-        mode = detect_fake_mode([child.meta.get("val") for child in new.all_input_nodes])
-        if mode is None:
-            return
-        args = torch.fx.node.map_arg((new.args, new.kwargs), lambda child: child.meta.get("val"))
         try:
-            with mode, torch.no_grad():
-                result = new.target(*args[0], **args[1])  # type: ignore[operator]
+            local = shapes_when_run(new)
         except Exception:
             raise self._refusal(node) from None
-        local, wanted = ([shape_at(t, MAX_BATCH) for t in tensors_of(value)] for value in (result, new.meta["val"]))
-        if local != wanted:
+        if local not in (None, shapes_of(new)):
             raise self._refusal(node)
-
-
-def _options(operation: Operation, slot: int, state: Shard) -> Iterator[Option]:
-    """The ways in which ``operation`` can work on operand ``slot`` placed as ``state``."""
-    key = operation.key
-    if key == "scaled_dot_product_attention":
-        yield from _attention_options(operation, slot, state)
-    elif key in ("cross_entropy_loss", "vocabulary_cross_entropy"):
-        yield from _loss_options(operation, slot, state)
-    elif _passes(operation, state):
-        yield Option((state,), state)
-    elif key == "vocabulary_embedding" and slot == 1:
-        yield Option((COPIED, state), state)
-    elif key in ("drawn_apart", "drawn_in_part") and operation.node.args[0] is torch.ops.aten.dropout.default:
-        yield from Pointwise().options(operation, slot, state)
-    elif (rule := rule_of(operation.node)) is not None:
-        yield from rule.options(operation, slot, state)
-
-
-def _passes(operation: Operation, state: Shard) -> bool:
-    """Whether a function of the tensor axis leaves the dimension alone that is split here."""
-    along = (
-        operation.node.args[2] if operation.key in _ALONG else 1 if operation.key == "expand_heads_to_axis" else None
-    )
-    return operation.key in _ALIKE or (along is not None and state.dim != along)
-
-
-def _attention_options(operation: Operation, slot: int, state: Shard) -> Iterator[Option]:
-    """Queries [*b, h, t, d] by positions; keys and values too, to be gathered, or whole where nothing is causal."""
-    query, key = operation.operand("query"), operation.operand("key")
-    rank = len(operation.shape)
-    if query is None or key is None or len(query.shape) != rank or len(key.shape) != rank:
-        return
-    causal = bool(operation.arguments.get("is_causal"))
-    if state != Shard(rank - 2) or (causal and query.shape[-2] != key.shape[-2]):
-        return
-    in_pieces: list[Placement] = []
-    for index, operand in enumerate(operation.operands):
-        is_mask = index in operation.slots.get("attn_mask", ())
-        own = len(operand.shape) - 2
-        if is_mask and (own < 0 or operand.shape[own] != query.shape[-2]):
-            in_pieces.append(COPIED if operand.differentiable else REPLICATE)
-        else:
-            in_pieces.append(Shard(own))
-    keys = {*operation.slots["key"], *operation.slots["value"]}
-    yield Option(tuple(in_pieces), state, "positions_attention")
-    if not causal and slot not in keys:
-        whole = tuple(
-            (COPIED if operation.operands[i].differentiable else REPLICATE) if i in keys else s
-            for i, s in enumerate(in_pieces)
-        )
-        yield Option(whole, state)
-
-
-def _loss_options(operation: Operation, slot: int, state: Shard) -> Iterator[Option]:
-    """Cross entropy of logits [rows, classes, ...] by rows: a sum, every rank has a summand of; targets by index."""
-    arguments = operation.arguments
-    of_ours = operation.key == "vocabulary_cross_entropy"
-    reduction = operation.node.args[3] if of_ours else arguments.get("reduction", 1)
-    if len(operation.operands) != 2 or reduction != _SUM:  # class weights are a third
-        return
-    logits, target = operation.operands[0].shape, operation.operands[1].shape
-    if len(target) != len(logits) - 1 or not target:
-        return
-    classes = min(1, len(logits) - 1)
-    if slot == 0 and state.dim != classes:
-        yield Option((state, state.at(state.dim - (state.dim > classes))), PARTIAL)
-    elif slot == 1:
-        yield Option((state.at(state.dim + (state.dim >= classes)), state), PARTIAL)
 
 
 def _heads_inside(result: Tensor) -> bool:
     """Whether [..., heads, length, width] lies in memory as [..., length, heads, width]."""
     return result.dim() > 2 and bool(result.stride(-2) > result.stride(-3))
-
-
-def _is_whole(state: Placement) -> bool:
-    return isinstance(state, Copied | Replicate)
-
-
-def _in_place(operation: Operation) -> bool:
-    return operation.key.endswith("_") and not operation.key.startswith("__")

@@ -27,15 +27,13 @@ from autoplan.capture.errors import node_line
 from autoplan.errors import StrategyError
 from autoplan.passes import expert_operators
 from autoplan.passes.graph_facts import copy_graph
+from autoplan.passes.lint_experts import EXPERTS, PRODUCTS, check_experts
 from autoplan.passes.rewriting import LocalValues, origin_of, place_of
 from autoplan.sharding.operation import GraphFacts, module_path, operator_key
-from autoplan.sharding.placements import Shard
 from autoplan.sharding.registry import rule_of
 
 NAME = "expert_parallel"
 AXIS = "expert"
-_PRODUCTS = frozenset(("grouped_mm", "_grouped_mm", "transformers.grouped_mm_fallback"))
-_EXPERTS = Shard(0)  # of stacked weights, and of rows
 _ROWS, _WEIGHT, _OFFSETS = 0, 1, 2  # a product's arguments
 
 
@@ -50,12 +48,15 @@ class ExpertGraph:
 
 def expert_parallel(graph_module: GraphModule, *, degree: int) -> ExpertGraph:
     """``graph_module`` as every rank of an expert axis of ``degree`` runs it. Raises StrategyError where there are no
-    experts, where they do not divide, or where an operator between their products does not work row by row."""
+    experts, where they do not divide, or where an operator between their products does not work row by row;
+    AutoplanError where the linter objects."""
     writer = _Writer(graph_module, degree)
     writer.write()
     writer.graph.lint()
+    rewritten = GraphModule(graph_module, writer.graph, class_name="ExpertGraph")
+    check_experts(rewritten, graph_module, writer.parameters, degree=degree)
     return ExpertGraph(
-        graph_module=GraphModule(graph_module, writer.graph, class_name="ExpertGraph"),
+        graph_module=rewritten,
         parameters=frozenset(writer.parameters),
         origin=writer.origin,
     )
@@ -79,7 +80,7 @@ class _Writer:
     def write(self) -> None:
         layers: dict[Node, list[Node]] = {}
         for node in self.graph.nodes:
-            if node.op == "call_function" and operator_key(node.target) in _PRODUCTS and len(node.args) > _OFFSETS:
+            if node.op == "call_function" and operator_key(node.target) in PRODUCTS and len(node.args) > _OFFSETS:
                 layers.setdefault(node.args[_OFFSETS], []).append(node)
         if not layers:
             raise StrategyError(
@@ -144,11 +145,11 @@ class _Writer:
             return [rows] if isinstance(rows, Node) and rows not in region else []
         operation, rule = self.facts.operation(node), rule_of(node)
         inside = [slot for slot, operand in enumerate(operation.operands) if operand.node in region]
-        for option in rule.options(operation, inside[0], _EXPERTS) if rule is not None else ():
-            by_row = option.output == _EXPERTS and all(option.inputs[slot] == _EXPERTS for slot in inside)
+        for option in rule.options(operation, inside[0], EXPERTS) if rule is not None else ():
+            by_row = option.output == EXPERTS and all(option.inputs[slot] == EXPERTS for slot in inside)
             if rule is not None and by_row and not rule.local_arguments(operation, option):
                 rows_too = zip(operation.operands, option.inputs, strict=True)
-                return [operand.node for operand, state in rows_too if state == _EXPERTS and operand.node not in region]
+                return [operand.node for operand, state in rows_too if state == EXPERTS and operand.node not in region]
         raise self._refusal(node, "does not work row by row")
 
     def _split_weight(self, weight: Any, product: Node) -> None:
@@ -171,8 +172,8 @@ class _Writer:
             operands, rule = self.facts.operation(node).operands, rule_of(node)
             kept = rule is not None and [
                 option
-                for option in rule.options(self.facts.operation(node), 0, _EXPERTS)
-                if option.output == _EXPERTS and not rule.local_arguments(self.facts.operation(node), option)
+                for option in rule.options(self.facts.operation(node), 0, EXPERTS)
+                if option.output == EXPERTS and not rule.local_arguments(self.facts.operation(node), option)
             ]
             if len(operands) != 1 or not kept:
                 raise self._refusal(node, "changes the order of stacked experts")

@@ -16,17 +16,15 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-import torch
 from torch import Tensor
-from torch._guards import detect_fake_mode
 from torch.fx import GraphModule, Node
 
-from autoplan.capture.errors import node_line
-from autoplan.capture.shapes import MAX_BATCH, shape_at
 from autoplan.errors import AutoplanError
 from autoplan.passes import operators
+from autoplan.passes.misread import misread, shapes_of, shapes_when_run, share, tensor_operands
+from autoplan.passes.rewriting import shard_of
 from autoplan.sharding.conversions import without_gradient
-from autoplan.sharding.operation import GraphFacts, Operation, Shape, module_path, tensors_of
+from autoplan.sharding.operation import GraphFacts, Operation
 from autoplan.sharding.placements import COPIED, PARTIAL, REPLICATE, Copied, Partial, Placement, Replicate, Shard
 from autoplan.sharding.registry import rule_of
 from autoplan.sharding.rules import RESULT, FactorRule, Option, Rule, absent
@@ -107,7 +105,7 @@ class _Linter:
     def _convert(self, node: Node) -> Placement:
         state = self._state(node, 0)
         argument = node.args[2:] if len(node.args) > 2 else ()
-        layout = Shard(*_layout(argument)) if argument else None
+        layout = shard_of(argument) if argument else None
         match node.target:
             case operators.copy_to_axis if isinstance(state, Replicate):
                 return COPIED
@@ -138,7 +136,7 @@ class _Linter:
     # -------------------------------------------------------------------------------------------- operators
 
     def _place_operator(self, node: Node, operation: Operation) -> Placement:
-        operands = _operands(node)
+        operands = tensor_operands(node)
         if len(operands) != len(operation.operands):
             raise self._objection(node, "the operands of the original")
         found = tuple(self._before_heads(operation, slot, child) for slot, child in enumerate(operands))
@@ -177,8 +175,10 @@ class _Linter:
 
     def _grown(self, node: Node, operation: Operation) -> Shard | None:
         """The one dimension in which the result is a share though no operand is (an expand of size one)."""
-        local = _shape(node)
-        if local is None or len(local) != len(operation.shape):
+        if not isinstance(node.meta.get("val"), Tensor):
+            return None
+        (local,) = shapes_of(node)
+        if len(local) != len(operation.shape):
             return None
         smaller = [dim for dim, size in enumerate(local) if size != operation.shape[dim]]
         return Shard(smaller[0]) if len(smaller) == 1 else None
@@ -198,7 +198,7 @@ class _Linter:
         """A product whose bias comes after the sum."""
         operation = self.facts.operation(self.by_name[node.meta["autoplan_core"]])
         rule = rule_of(operation.node)
-        found = tuple(self.states[child] for child in _operands(node))
+        found = tuple(self.states[child] for child in tensor_operands(node))
         if isinstance(rule, FactorRule):
             additive = rule.additive_slots(operation)
             slots = [slot for slot in range(len(operation.operands)) if slot not in additive]
@@ -215,7 +215,8 @@ class _Linter:
             return self._place_inserted(node)
         operation = self.facts.operation(self.by_name[node.name])
         along_bias = total.dim == len(operation.shape) - 1
-        summed = isinstance(bias, Copied) or (isinstance(bias, Replicate) and not self.gradient[_operands(node)[1]])
+        added = tensor_operands(node)[1]
+        summed = isinstance(bias, Copied) or (isinstance(bias, Replicate) and not self.gradient[added])
         if along_bias or not summed:
             raise self._objection(node, f"a bias whose gradient is summed, beside {total}")
         return total
@@ -229,7 +230,7 @@ class _Linter:
 
     def _place_inserted(self, node: Node) -> Placement:
         """Whatever else was put in works on whole values."""
-        if any(self.states[child] != REPLICATE for child in _operands(node)):
+        if any(self.states[child] != REPLICATE for child in tensor_operands(node)):
             raise self._objection(node, "whole values")
         return REPLICATE
 
@@ -246,58 +247,14 @@ class _Linter:
         rule = rule_of(operation.node)
         if node.target in _FORM_OF or rule is None or not option.split or not rule.local_arguments(operation, option):
             return
-        mode = detect_fake_mode([child.meta.get("val") for child in node.all_input_nodes])
-        if mode is None:
-            return
-        args = torch.fx.node.map_arg((node.args, node.kwargs), lambda child: child.meta.get("val"))
         try:
-            with mode, torch.no_grad():
-                result = node.target(*args[0], **args[1])  # type: ignore[operator]
-            local = tuple(shape_at(tensor, MAX_BATCH) for tensor in tensors_of(result))
+            local = shapes_when_run(node)
         except Exception as error:
             raise self._objection(node, f"local sizes ({str(error).splitlines()[0]})") from None
-        wanted = tuple(_share(shape, option.output, self.degree) for shape in operation.shapes)
-        if local != wanted:
+        wanted = tuple(share(shape, option.output, self.degree) for shape in operation.shapes)
+        if local not in (None, wanted):
             raise self._objection(node, f"a local shape of {wanted}, not {local}")
 
     def _objection(self, node: Node, wanted: str, *, placed: Placement | None = None) -> AutoplanError:
-        beside = self.by_name.get(node.name) or self.by_name.get(node.meta.get("autoplan_origin", ""))
-        found = str(placed) if placed else ", ".join(str(self.states[child]) for child in _operands(node))
-        path = module_path(beside) if beside is not None else ""
-        return AutoplanError(
-            f"the split program would compute other numbers: `{node.name}` "
-            f"({getattr(node.target, '__name__', node.target)}{f' of {path}' if path else ''}) "
-            f"reads values placed {found or 'nowhere'}, and needs {wanted}",
-            where=node_line(beside) if beside is not None else node.name,
-            attempt="plan without the tensor axis (tensor=1), and report this graph",
-        )
-
-
-def _operands(node: Node) -> list[Node]:
-    """Tensor operands in order, each occurrence."""
-    found: list[Node] = []
-
-    def visit(child: Node) -> Node:
-        if tensors_of(child.meta.get("val")):
-            found.append(child)
-        return child
-
-    torch.fx.node.map_arg((node.args, node.kwargs), visit)
-    return found
-
-
-def _layout(arguments: tuple[Any, ...]) -> tuple[int, tuple[int, ...], int]:
-    dim, *layout = arguments
-    parts, block = layout or ((), 0)
-    return dim, tuple(parts), block
-
-
-def _shape(node: Node) -> Shape | None:
-    value = node.meta.get("val")
-    return shape_at(value, MAX_BATCH) if isinstance(value, Tensor) else None
-
-
-def _share(shape: Shape, state: Placement, degree: int) -> Shape:
-    if not isinstance(state, Shard):
-        return shape
-    return tuple(size // degree if dim == state.dim else size for dim, size in enumerate(shape))
+        found = str(placed) if placed else ", ".join(str(self.states[child]) for child in tensor_operands(node))
+        return misread(node, self.by_name, found, wanted, axis="tensor")

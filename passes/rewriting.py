@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -83,6 +83,13 @@ def layout(state: Placement) -> tuple[Any, ...]:
     if not isinstance(state, Shard):
         return ()
     return (state.dim, list(state.parts), state.block) if state.parts or state.block else (state.dim,)
+
+
+def shard_of(arguments: Sequence[Any]) -> Shard:
+    """The inverse of :func:`layout`, for a function that cuts or joins."""
+    dim, *rest = arguments
+    parts, block = rest or ((), 0)
+    return Shard(dim, tuple(parts), block)
 
 
 def place_of(node: Node) -> dict[str, Any]:

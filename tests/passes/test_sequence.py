@@ -11,9 +11,10 @@ from autoplan.errors import AutoplanError
 from autoplan.passes import operators
 from autoplan.passes.lint import check_placements
 from autoplan.sharding import Copied, Replicate
-from tests.passes.test_lint import _collectives, _copy
+from tests.passes.test_lint import COLLECTIVES
 from tests.passes.test_shard_tensors import MODELS, TOLERANCE
 from tests.support import models, sharded
+from tests.support.broken import calls, copied, each_dropped
 
 DEFAULT = ("nanoGPT, tied", "GPT-2", "Llama, grouped queries", "T5")
 SEQUENCES = (*DEFAULT, "manual attention", "nn.TransformerEncoder", "BERT")
@@ -67,15 +68,9 @@ def test_the_program_has_no_collective_of_whole_activations_but_gathers_and_scat
 def test_losing_any_one_collective_is_caught(name: str) -> None:
     model = small(name)
     _, graph = sharded.shard(model, 2, sequence=True)
-    functions = {node.target for node in _collectives(graph.graph_module)}
+    functions = {node.target for node in calls(graph.graph_module, *COLLECTIVES)}
     assert {operators.gather_for_axis, operators.scatter_sum_to_axis} <= functions
-    for index in range(len(_collectives(graph.graph_module))):
-        broken = _copy(graph.graph_module)
-        victim = _collectives(broken)[index]
-        source = victim.args[0]
-        assert isinstance(source, torch.fx.Node)
-        victim.replace_all_uses_with(source)
-        broken.graph.erase_node(victim)
+    for broken in each_dropped(graph.graph_module, *COLLECTIVES):
         with pytest.raises(AutoplanError):
             check_placements(broken, model.capture.graph_module, graph.parameters, degree=2)
 
@@ -95,8 +90,8 @@ def test_a_norm_or_late_bias_whose_gradient_nobody_sums_is_caught(name: str) -> 
 def test_a_gather_whose_gradient_is_not_summed_is_caught() -> None:
     model = small("GPT-2")
     _, graph = sharded.shard(model, 2, sequence=True)
-    broken = _copy(graph.graph_module)
-    victim = next(node for node in _collectives(broken) if node.target is operators.gather_for_axis)
+    broken = copied(graph.graph_module)
+    victim = next(node for node in calls(broken, *COLLECTIVES) if node.target is operators.gather_for_axis)
     victim.target = operators.gather_from_axis
     with pytest.raises(AutoplanError):
         check_placements(broken, model.capture.graph_module, graph.parameters, degree=2)
@@ -105,8 +100,8 @@ def test_a_gather_whose_gradient_is_not_summed_is_caught() -> None:
 def test_a_scattered_sum_that_only_slices_is_caught() -> None:
     model = small("GPT-2")
     _, graph = sharded.shard(model, 2, sequence=True)
-    broken = _copy(graph.graph_module)
-    victim = next(node for node in _collectives(broken) if node.target is operators.scatter_sum_to_axis)
+    broken = copied(graph.graph_module)
+    victim = next(node for node in calls(broken, *COLLECTIVES) if node.target is operators.scatter_sum_to_axis)
     victim.target = operators.slice_for_axis
     with pytest.raises(AutoplanError):
         check_placements(broken, model.capture.graph_module, graph.parameters, degree=2)
