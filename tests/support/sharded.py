@@ -91,9 +91,11 @@ def run(traced: Traced, sharded: ShardedGraph, parts: Sequence[Sequence[Tensor]]
     ``parts``: inputs of micro-batches whose losses and gradients add up, instead of the whole batch.
     """
     world = ThreadWorld(sharded.degree)
+    # Before there are threads: while fx writes code it renames the nodes of the graph, which the modules share.
+    modules = [local_module(sharded, rank) for rank in range(sharded.degree)]
 
     def body(rank: int) -> tuple[Tensor, dict[str, Tensor | None], Counter[str]]:
-        module, local = local_module(sharded, rank)
+        module, local = modules[rank]
         loss = torch.stack([module(*inputs) for inputs in parts or [traced.inputs]]).sum()
         forward = Counter(world.counts[rank])
         loss.backward()
