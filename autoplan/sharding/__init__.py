@@ -3,7 +3,7 @@
 from autoplan.sharding.placements import Copied, Partial, Placement, Replicate, Shard, assemble, take_shard
 from autoplan.sharding.pricing import Pricing, price_on
 from autoplan.sharding.registry import register_rule
-from autoplan.sharding.solve import KindSharding, Sharding, Whole, shard_kind, shard_model
+from autoplan.sharding.solve import KindSharding, Sharding, Shardings, Whole, shard_kind, shard_model
 
 __all__ = [
     "Copied",
@@ -14,6 +14,7 @@ __all__ = [
     "Replicate",
     "Shard",
     "Sharding",
+    "Shardings",
     "Whole",
     "assemble",
     "price_on",

@@ -25,17 +25,18 @@ from autoplan.sharding.model import PairwiseModel, merge_followers
 
 
 def minimise(model: PairwiseModel, followers: Set[int] = frozenset()) -> list[int]:
-    """The choice of every variable at a proven minimum; ``followers`` may be merged into their neighbours first.
-
-    Falls back on exact elimination where the solver proves nothing.
-    """
+    """The choice of every variable at a proven minimum; ``followers`` may be merged into their neighbours first."""
     merged = merge_followers(model, set(followers))
+    return merged.expand(choices(merged.model))
+
+
+def choices(model: PairwiseModel) -> list[int]:
+    """The choice of every variable at a proven minimum. Falls back on exact elimination where the solver proves
+    nothing."""
     with warnings.catch_warnings():  # PuLP 3.3 announces 4.0 at every variable
         warnings.simplefilter("ignore", DeprecationWarning)
-        choices = _solve(merged.model) if merged.kept else []
-    if choices is None:
-        choices = elimination.minimise(merged.model)
-    return merged.expand(choices)
+        proven = _solve(model) if model.costs else []
+    return elimination.minimise(model) if proven is None else proven
 
 
 # The class that highspy.Highs wraps: the wrapper's constructor prints a banner to standard output, which belongs to the

@@ -6,6 +6,7 @@ that it never divides by a degree (the batch is the data axis' to split) and res
 
 from __future__ import annotations
 
+import copy
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -103,10 +104,18 @@ class GraphFacts:
         self.differentiable: dict[Node, bool] = {}
         self.parametric: dict[Node, bool] = {}
         for node in self.graph.nodes:
-            self.differentiable[node] = self._is_differentiable(node)
-            reached = any(self.parametric[parent] for parent in node.all_input_nodes)
-            self.parametric[node] = reached or self.parameter(node) is not None
+            parents = node.all_input_nodes
+            parameter = self.parameter(node)
+            self.differentiable[node] = self._is_differentiable(node, parents, parameter)
+            self.parametric[node] = parameter is not None or any(self.parametric[parent] for parent in parents)
         self._operations: dict[Node, Operation] = {}
+
+    def at(self, degree: int) -> GraphFacts:
+        """The same facts for another degree: shapes, gradients and what parameters reach are read once."""
+        other = copy.copy(self)
+        other.degree = degree
+        other._operations = {}
+        return other
 
     def operation(self, node: Node) -> Operation:
         """The rule's view of a call_function node."""
@@ -121,15 +130,14 @@ class GraphFacts:
         value = functools.reduce(getattr, str(node.target).split("."), self.graph_module)
         return value if isinstance(value, torch.nn.Parameter) else None
 
-    def _is_differentiable(self, node: Node) -> bool:
+    def _is_differentiable(self, node: Node, parents: list[Node], parameter: Tensor | None) -> bool:
         if node.op == "get_attr":
-            parameter = self.parameter(node)
             return parameter is not None and parameter.requires_grad
-        if node.op != "call_function" or operator_key(node.target) == "detach":
+        if node.op != "call_function" or not any(self.differentiable[parent] for parent in parents):
             return False
         tensors = tensors_of(node.meta.get("val"))
         has_gradient = any(tensor.dtype.is_floating_point or tensor.dtype.is_complex for tensor in tensors)
-        return has_gradient and any(self.differentiable[parent] for parent in node.all_input_nodes)
+        return has_gradient and operator_key(node.target) != "detach"
 
     def _read(self, node: Node) -> Operation:
         arguments, named = _bind(node)

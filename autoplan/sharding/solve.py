@@ -1,9 +1,9 @@
 """Tensor parallelism of a model: one exact problem a kind of layer, the same answer for all its layers.
 
 Layers hand each other whole values (Replicate), or under sequence parallelism shares (:mod:`.sequence`). A kind's
-candidates come from :mod:`.candidates`, its costs from :mod:`.problem`, the minimum from :mod:`.ilp`. Parameters that
-several layers share (a tied embedding and head) are stored alike everywhere: the placement with the least sum over the
-layers.
+candidates come from :mod:`.candidates`, its costs from :mod:`.problem`, the minimum from :mod:`.minimum`. Parameters
+that several layers share (a tied embedding and head) are stored alike everywhere: the placement with the least sum over
+the layers.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from autoplan.capture.types import Capture
 from autoplan.cluster import Cluster
 from autoplan.errors import StrategyError
 from autoplan.layers.types import Edge, LayerGraph, LayerKind
-from autoplan.sharding import ilp
-from autoplan.sharding.candidates import Candidates, Marks, alike, batch_marks, candidates
+from autoplan.sharding import minimum
+from autoplan.sharding.candidates import Candidates, alike, batch_marks, candidates
 from autoplan.sharding.heads import check_heads
 from autoplan.sharding.layer_view import LayerView
 from autoplan.sharding.local import local_kind
@@ -108,7 +108,7 @@ def shard_kind(
 
     Raises StrategyError where ``degree`` does not divide its attention heads; see :func:`shard_model`.
     """
-    return _Solver(capture, layers, degree, _prices(cluster, degree, pricing), sequence=sequence).kind(kind)
+    return _Solver(_Model(capture, layers), degree, _prices(cluster, degree, pricing), sequence=sequence).kind(kind)
 
 
 def shard_model(
@@ -127,21 +127,25 @@ def shard_model(
     hand over none that ``degree`` divides. ``like``: the sharding of a larger model of the same kinds; what it splits
     is split here, as far as the sizes allow.
     """
-    solver = _Solver(capture, layers, degree, _prices(cluster, degree, pricing), like, sequence=sequence)
-    kinds = tuple(solver.kind(kind) for kind in range(len(layers.kinds)))
-    options, layer_of = {}, {}
-    for index, layer in enumerate(layers.layers):
-        for name, option in zip(layer.nodes, kinds[layer.kind].options, strict=True):
-            options[name] = option
-            layer_of[name] = index
-    return Sharding(
-        degree=degree,
-        kinds=kinds,
-        options=options,
-        layer_of=layer_of,
-        parameters=solver.parameter_names(kinds),
-        shares={node.name: state for node, state in (solver.shares or {}).items()},
-    )
+    prices = _prices(cluster, degree, pricing)
+    return _Solver(_Model(capture, layers), degree, prices, like, sequence=sequence).all_kinds()
+
+
+class Shardings:
+    """The shardings of one model on one cluster: what they have in common is read once, each is solved once."""
+
+    def __init__(self, capture: Capture, layers: LayerGraph, cluster: Cluster) -> None:
+        self._cluster = cluster
+        self._model = _Model(capture, layers)
+        self._solved: dict[tuple[int, bool], Sharding] = {}
+
+    def at(self, degree: int, *, sequence: bool = False) -> Sharding:
+        """What :func:`shard_model` gives; raises as it does."""
+        key = (degree, sequence)
+        if key not in self._solved:
+            prices = price_on(self._cluster, degree)
+            self._solved[key] = _Solver(self._model, degree, prices, sequence=sequence).all_kinds()
+        return self._solved[key]
 
 
 def _prices(cluster: Cluster | None, degree: int, pricing: Pricing | None) -> Pricing:
@@ -152,13 +156,50 @@ def _prices(cluster: Cluster | None, degree: int, pricing: Pricing | None) -> Pr
     return price_on(cluster, degree)
 
 
+class _Model:
+    """What no degree changes: the graph's facts, its nodes by name and by layer, its parameters."""
+
+    def __init__(self, capture: Capture, layers: LayerGraph) -> None:
+        self.capture, self.layers = capture, layers
+        self.facts = GraphFacts(capture.graph_module, 1)
+        self.by_name = {node.name: node for node in self.facts.graph.nodes}
+        self.first = _first_of_kind(layers)
+        self.counts = [sum(layer.kind == index for layer in layers.layers) for index in range(len(layers.kinds))]
+
+    @cached_property
+    def parameters(self) -> dict[Node, int]:
+        """The nodes that read a Parameter, with its identity."""
+        read = ((node, self.facts.parameter(node)) for node in self.facts.graph.nodes if node.op == "get_attr")
+        return {node: id(parameter) for node, parameter in read if parameter is not None}
+
+    @cached_property
+    def parameter_ids(self) -> dict[str, int]:
+        """The identity of every Parameter by the names under which the graph reads it."""
+        return {str(node.target): parameter for node, parameter in self.parameters.items()}
+
+    @cached_property
+    def aliases(self) -> dict[str, tuple[str, ...]]:
+        """All names of each tied Parameter."""
+        return {name: tuple(group) for group in self.capture.tied for name in group}
+
+    @cached_property
+    def layer_nodes(self) -> list[tuple[Node, ...]]:
+        """The nodes of each layer."""
+        return [tuple(self.by_name[name] for name in layer.nodes) for layer in self.layers.layers]
+
+    @cached_property
+    def exported(self) -> list[Node]:
+        """What layers read of each other, or nothing reads."""
+        layer_of = {node: index for index, nodes in enumerate(self.layer_nodes) for node in nodes}
+        return [node for node, i in layer_of.items() if any(layer_of.get(reader) != i for reader in node.users)]
+
+
 class _Solver:
     """All kinds of one model at one degree."""
 
     def __init__(
         self,
-        capture: Capture,
-        layers: LayerGraph,
+        model: _Model,
         degree: int,
         pricing: Pricing,
         like: Sharding | None = None,
@@ -167,20 +208,38 @@ class _Solver:
     ) -> None:
         if degree < 1:
             raise StrategyError(f"tensor degree {degree}", legal="a whole number of at least 1")
-        self.capture, self.layers, self.pricing = capture, layers, pricing
-        self.facts = GraphFacts(capture.graph_module, degree)
-        self.by_name = {node.name: node for node in self.facts.graph.nodes}
-        self.first = _first_of_kind(layers)
-        self.shares = self._shares() if sequence and degree > 1 else None
+        self.model, self.pricing = model, pricing
+        self.capture, self.layers, self.first = model.capture, model.layers, model.first
+        self.facts = model.facts.at(degree)
+        # A matter of shapes, so alike in layers of a kind.
+        self.shares = handed_over(self.capture, self.facts, model.exported) if sequence and degree > 1 else None
         self.views = [self._view(index) for index in self.first]
         for view in self.views:
             check_heads(self.facts, view.nodes)
-        marks = self._marks()
+        twins = [self.first[layer.kind] for layer in self.layers.layers]
+        marks = batch_marks(self.facts, model.layer_nodes, twins, positions=self.shares is None)
         self.found: list[Candidates] = [candidates(self.facts, view.nodes, marks, self.shares) for view in self.views]
         if like is not None:
             self.found = [alike(found, like.kinds[index].options) for index, found in enumerate(self.found)]
         self.owners = self._owners()
         self.shared = self._agree()
+
+    def all_kinds(self) -> Sharding:
+        """Every kind's minimum, written to every layer."""
+        kinds = tuple(self.kind(kind) for kind in range(len(self.layers.kinds)))
+        options: dict[str, Option] = {}
+        layer_of: dict[str, int] = {}
+        for index, layer in enumerate(self.layers.layers):
+            options.update(zip(layer.nodes, kinds[layer.kind].options, strict=True))
+            layer_of.update(dict.fromkeys(layer.nodes, index))
+        return Sharding(
+            degree=self.facts.degree,
+            kinds=kinds,
+            options=options,
+            layer_of=layer_of,
+            parameters=self._parameter_names(kinds),
+            shares={node.name: state for node, state in (self.shares or {}).items()},
+        )
 
     def kind(self, index: int) -> KindSharding:
         """The kind's minimum with shared parameters as agreed."""
@@ -188,7 +247,7 @@ class _Solver:
         problem, choices = self._solve(index, self._fixed(index, self.shared))
         chosen = {node: problem.options[node][choices[problem.variable[node]]] for node in view.nodes}
         stored = {node: states[choices[problem.variable[node]]] for node, states in problem.stored.items()}
-        by_parameter = {id(self.facts.parameter(node)): state for node, state in stored.items()}
+        by_parameter = {self.model.parameters[node]: state for node, state in stored.items()}
         layer = self.layers.layers[self.first[index]]
         by_role = tuple(by_parameter.get(self._parameter_id(name), REPLICATE) for name in layer.parameters)
         return KindSharding(
@@ -200,22 +259,19 @@ class _Solver:
             whole=tuple(_whole(view, node) for node in view.nodes if self._lacks_rule(node)),
         )
 
-    def parameter_names(self, kinds: tuple[KindSharding, ...]) -> dict[str, Placement]:
+    def _parameter_names(self, kinds: tuple[KindSharding, ...]) -> dict[str, Placement]:
         """The placement of every parameter, by each of its names."""
-        aliases = {name: group for group in self.capture.tied for name in group}
         found: dict[str, Placement] = {}
         for layer in self.layers.layers:
             for name, placement in zip(layer.parameters, kinds[layer.kind].stored, strict=True):
-                for alias in aliases.get(name, (name,)):
+                for alias in self.model.aliases.get(name, (name,)):
                     found[alias] = placement
-        for node in self.facts.graph.nodes:
-            if self.facts.parameter(node) is not None:
-                found.setdefault(str(node.target), REPLICATE)
+        for name in self.model.parameter_ids:
+            found.setdefault(name, REPLICATE)
         return found
 
     def _view(self, index: int) -> LayerView:
-        layer = self.layers.layers[index]
-        nodes = tuple(self.by_name[name] for name in layer.nodes)
+        layer, nodes = self.layers.layers[index], self.model.layer_nodes[index]
         inside = set(nodes)
         exported = {
             node for node in nodes if any(reader not in inside for reader in node.users) and self.facts.shapes[node]
@@ -230,40 +286,28 @@ class _Solver:
             shares=self.shares or {},
         )
 
-    def _shares(self) -> dict[Node, Shard]:
-        """What layers hand each other as shares of the sequence: a matter of shapes, so alike in layers of a kind."""
-        layer_of = {self.by_name[name]: i for i, layer in enumerate(self.layers.layers) for name in layer.nodes}
-        exported = [node for node, i in layer_of.items() if any(layer_of.get(reader) != i for reader in node.users)]
-        return handed_over(self.capture, self.facts, exported)
-
-    def _marks(self) -> Marks:
-        layers = [[self.by_name[name] for name in layer.nodes] for layer in self.layers.layers]
-        twins = [self.first[layer.kind] for layer in self.layers.layers]
-        return batch_marks(self.facts, layers, twins, positions=self.shares is None)
-
     def _solve(self, index: int, fixed: Mapping[Node, Placement]) -> tuple[Problem, list[int]]:
         problem = build_problem(self.views[index], self.found[index], self.pricing, fixed)
-        return problem, ilp.minimise(problem.model, problem.followers)
+        return problem, minimum.minimise(problem.model, problem.followers)
 
     def _owners(self) -> dict[int, set[int]]:
         """Kinds that use each Parameter, by its identity."""
         owners: dict[int, set[int]] = defaultdict(set)
         for index, found in enumerate(self.found):
             for node in found.stored:
-                owners[id(self.facts.parameter(node))].add(index)
+                owners[self.model.parameters[node]].add(index)
         return owners
 
     def _agree(self) -> dict[int, Placement]:
         """One placement for each Parameter that several layers, or several names in one, use."""
         agreed: dict[int, Placement] = {}
-        counts = [sum(layer.kind == index for layer in self.layers.layers) for index in range(len(self.layers.kinds))]
         for parameter in self._shared_parameters():
             options = [
                 {
                     state
                     for node, states in self.found[kind].stored.items()
                     for state in states
-                    if self._is(node, parameter)
+                    if self.model.parameters[node] == parameter
                 }
                 for kind in self.owners[parameter]
             ]
@@ -272,34 +316,24 @@ class _Solver:
                 total = 0.0
                 for kind in sorted(self.owners[parameter]):
                     problem, choices = self._solve(kind, self._fixed(kind, {**agreed, parameter: state}))
-                    total += counts[kind] * problem.model.objective(choices)
+                    total += self.model.counts[kind] * problem.model.objective(choices)
                 best = min(best, (total, state), key=lambda entry: entry[0])
             agreed[parameter] = best[1]
         return agreed
 
     def _shared_parameters(self) -> list[int]:
         names: dict[int, set[str]] = defaultdict(set)
-        for node in self.facts.graph.nodes:
-            if (parameter := self.facts.parameter(node)) is not None:
-                names[id(parameter)].add(node.name)
+        for node, parameter in self.model.parameters.items():
+            names[parameter].add(node.name)
         return [p for p, kinds in self.owners.items() if len(kinds) > 1 or len(names[p]) > 1]
 
     def _fixed(self, kind: int, agreed: Mapping[int, Placement]) -> dict[Node, Placement]:
         stored = self.found[kind].stored
-        return {node: agreed[p] for node in stored if (p := id(self.facts.parameter(node))) in agreed}
-
-    def _is(self, node: Node, parameter: int) -> bool:
-        return id(self.facts.parameter(node)) == parameter
+        return {node: agreed[p] for node in stored if (p := self.model.parameters[node]) in agreed}
 
     def _parameter_id(self, name: str) -> int:
-        group = next((group for group in self.capture.tied if name in group), (name,))
-        return next((self._parameter_ids[alias] for alias in group if alias in self._parameter_ids), 0)
-
-    @cached_property
-    def _parameter_ids(self) -> dict[str, int]:
-        """The identity of every Parameter by the names under which the graph reads it."""
-        read = (node for node in self.facts.graph.nodes if node.op == "get_attr")
-        return {str(node.target): id(self.facts.parameter(node)) for node in read}
+        names = self.model.aliases.get(name, (name,))
+        return next((self.model.parameter_ids[alias] for alias in names if alias in self.model.parameter_ids), 0)
 
     def _lacks_rule(self, node: Node) -> bool:
         return rule_of(node) is None and self.facts.differentiable[node] and not needs_no_rule(node)

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from autoplan.sharding import elimination, ilp
+from autoplan.sharding import elimination, ilp, minimum
 from autoplan.sharding.model import PairwiseModel, merge_followers
 
 COSTS = st.integers(0, 20).map(float)
@@ -45,6 +45,26 @@ def test_elimination_is_exact(model: PairwiseModel) -> None:
 def test_the_integer_program_is_exact_whatever_is_merged(model: PairwiseModel, followers: set[int]) -> None:
     choices = ilp.minimise(model, followers)
     assert model.objective(choices) == pytest.approx(brute_force(model), abs=1e-6)
+
+
+@given(problems(), st.sets(st.integers(0, 5)), st.sampled_from([4, 20, minimum.LARGEST_TABLE]))
+@settings(max_examples=60, deadline=None)
+def test_the_minimum_is_exact_whichever_way_it_is_found(
+    model: PairwiseModel, followers: set[int], largest: int
+) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(minimum, "LARGEST_TABLE", largest)
+        choices = minimum.minimise(model, followers)
+    assert model.objective(choices) == pytest.approx(brute_force(model), abs=1e-6)
+
+
+def test_no_order_where_every_order_makes_a_large_table() -> None:
+    model = PairwiseModel()
+    variables = [model.variable([0.0] * 4) for _ in range(5)]
+    for first, second in itertools.combinations(variables, 2):  # each with each: the first table has all five
+        model.pair(first, second, np.ones((4, 4)))
+    assert elimination.order(model, largest=4**5 - 1) is None
+    assert sorted(elimination.order(model, largest=4**5) or ()) == variables
 
 
 @given(problems())

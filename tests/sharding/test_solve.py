@@ -13,7 +13,7 @@ from autoplan.capture import Capture, capture
 from autoplan.errors import StrategyError
 from autoplan.layers import build_layers
 from autoplan.layers.types import LayerGraph, LayerKind
-from autoplan.sharding import KindSharding, Replicate, Shard, Sharding, elimination, shard_kind, shard_model
+from autoplan.sharding import KindSharding, Replicate, Shard, Sharding, Shardings, ilp, shard_kind, shard_model
 from autoplan.sharding import solve as solving
 from tests.support import models
 from tests.support.sharded import cluster
@@ -144,12 +144,20 @@ def test_fewer_key_value_heads_than_ranks_is_legal() -> None:
 
 @pytest.mark.parametrize("name", ["nano_gpt", "tiny_gpt2", "tiny_llama", "tiny_t5"])
 def test_the_integer_program_equals_elimination_on_every_kind(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    by_program = _solved(name, 2)
-    monkeypatch.setattr(solving.ilp, "minimise", lambda model, followers: elimination.minimise(model))
+    by_elimination = _solved(name, 2)
+    monkeypatch.setattr(solving.minimum, "minimise", ilp.minimise)
     captured, layers = built(name)
-    by_elimination = shard_model(captured, layers, degree=2, cluster=cluster())
+    by_program = shard_model(captured, layers, degree=2, cluster=cluster())
     for one, other in zip(by_program.kinds, by_elimination.kinds, strict=True):
         assert one.objective_us == pytest.approx(other.objective_us, rel=1e-9)
+
+
+def test_degrees_solved_together_are_as_solved_alone() -> None:
+    captured, layers = built("tiny_llama")
+    together = Shardings(captured, layers, cluster())
+    for degree, sequence in ((4, False), (2, True), (2, False)):
+        alone = shard_model(captured, layers, degree=degree, cluster=cluster(), sequence=sequence)
+        assert together.at(degree, sequence=sequence) == alone
 
 
 def test_tied_parameters_agree_over_layers() -> None:
