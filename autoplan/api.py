@@ -110,7 +110,8 @@ def compile(
     Arguments as for :func:`autoplan.plan`; ``device="cpu"`` makes a gloo program for tests and demonstrations.
     Under ``torchrun``, or in an initialised process group, every rank calls this with the same model and gets its
     part. With ``plan`` that plan is executed instead of a new one. ``precision`` must be the dtype that the model's
-    parameters have: convert the model first.
+    parameters have (convert the model first): 16-bit ones get float32 master weights, which the optimizer updates, as
+    the plan prices them; ``"bf16-pure"`` and ``"fp16-pure"`` do without.
     """
     from autoplan.runtime import Program, ensure_process_group
     from autoplan.search import search
@@ -132,16 +133,12 @@ def compile(
             attempt=f"torchrun --nproc-per-node {cluster.gpus} ..., or compile(..., gpus={world})",
         )
     traced = AskedModel(model, example_inputs, loss_fn, global_batch, seq, None).trace_whole(cluster)
-    if precision is not None and precision != traced.layers.dtype:
-        raise StrategyError(
-            f"precision {precision} was asked for and the model's parameters are {traced.layers.dtype}",
-            legal=traced.layers.dtype,
-            attempt="convert the model first, e.g. model.to(torch.bfloat16)",
-        )
+    traced = dataclasses.replace(traced, precision=_checked_precision(precision, traced.layers.dtype))
     if plan is None:
         wish = Wish(strategy, optimizer)
         plan = _on_first_rank(world, lambda: _timed(search, problem_of(traced, cluster, wish), traced))
     _check_made_for(plan, traced, cluster)
+    _checked_precision(plan.precision, traced.layers.dtype)
     if plan.gpus_used < plan.gpus:
         _LOG.warning("autoplan: %s", plan.case)
     config = _hugging_face_config(model)
@@ -182,6 +179,22 @@ def _checked_device(device: str) -> str:
             legal='"cuda" for GPUs, "cpu" for gloo processes in tests and demonstrations',
         )
     return str(device)
+
+
+def _checked_precision(precision: str | None, dtype: str) -> str:
+    """How programs of parameters of ``dtype`` train: as asked, or with float32 masters of 16-bit ones."""
+    from autoplan.runtime.masters import EXECUTED
+
+    if precision is None or precision == dtype:
+        return dtype
+    legal = [name for name in EXECUTED if name.split("-")[0] == dtype]
+    if precision not in legal:
+        raise StrategyError(
+            f"precision {precision} was asked for and the model's parameters are {dtype}",
+            legal=" or ".join(legal) or dtype,
+            attempt="convert the model first, e.g. model.to(torch.bfloat16)",
+        )
+    return precision
 
 
 def _local_device() -> str:

@@ -205,6 +205,21 @@ def _largest(moments: Iterable[Held]) -> list[Held]:
     return kept
 
 
+def forward_actions(*, stages: int, micro_batches: int, virtual_stages: int = 1) -> tuple[Actions, ...]:
+    """The lists of all ranks for forwards alone: micro-batches in groups of as many as there are ranks, each group
+    through all of a rank's stages. There may be fewer micro-batches than stages."""
+    ranks = stages // virtual_stages
+    return tuple(
+        tuple(
+            Action(stage, "F", m)
+            for first in range(0, micro_batches, ranks)
+            for stage in stages_of_rank(rank, stages=stages, virtual_stages=virtual_stages)
+            for m in range(first, min(first + ranks, micro_batches))
+        )
+        for rank in range(ranks)
+    )
+
+
 # ------------------------------------------------------------------------------------------------------------- checking
 
 
@@ -216,6 +231,16 @@ def first_problem(actions: Sequence[Sequence[Action]]) -> str | None:
     communicators that run their operations in order demand; and the lists can be run to their end.
     """
     return _incomplete(actions) or _unordered(actions) or _stuck(actions)
+
+
+def first_forward_problem(actions: Sequence[Sequence[Action]]) -> str | None:
+    """Likewise of lists of forwards alone, each stage's of every micro-batch once."""
+    count = Counter(action for own in actions for action in own)
+    every = {Action(stage, "F", m) for stage in {a.stage for a in count} for m in {a.micro_batch for a in count}}
+    odd = next((action for action in sorted(every | set(count)) if count[action] != 1 or action not in every), None)
+    if odd is not None:
+        return f"{odd} is there {count[odd]} times"
+    return _unordered(actions) or _stuck(actions)
 
 
 def _incomplete(actions: Sequence[Sequence[Action]]) -> str | None:

@@ -31,7 +31,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.nn.attention.bias import causal_lower_right
 from torch.nn.functional import scaled_dot_product_attention
 
-from autoplan.passes.operators import Communicator, current, recomputing
+from autoplan.passes.operators import Communicator, current, drawn_apart, recomputing
 
 
 def own_positions(x: Tensor, axis: str, dim: int, parts: Sequence[int] = (), block: int = 0) -> Tensor:
@@ -112,6 +112,12 @@ def positions_attention(
     if heads_inside:
         return result.transpose(-3, -2).contiguous().transpose(-3, -2)
     return result.contiguous()
+
+
+def positions_attention_apart(*args: Any) -> Tensor:
+    """:func:`positions_attention` whose dropout draws numbers of this rank's own."""
+    axis = args[6]
+    return drawn_apart(positions_attention, axis, *args)
 
 
 def _attend(

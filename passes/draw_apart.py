@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.fx import Graph, GraphModule, Node
 
 from autoplan.passes import operators
-from autoplan.passes.context_operators import drawn_for_positions
+from autoplan.passes.context_operators import drawn_for_positions, positions_attention, positions_attention_apart
 from autoplan.passes.graph_facts import GraphFacts, copy_graph
 
 NAME = "draw_apart"
@@ -55,6 +55,8 @@ def _drawn(graph: Graph, node: Node, whole: Node, axis: str) -> Node:
         args = (node.target, axis, _SEQUENCE, *node.args)
         in_part = drawn_for_positions if axis == "context" else operators.drawn_in_part
         return graph.call_function(in_part, args)
+    if node.target is positions_attention:  # of ours, which a graph's code cannot hold as an argument
+        return graph.call_function(positions_attention_apart, node.args)
     args = (node.target, axis, *node.args)
     return graph.call_function(operators.drawn_apart, args, dict(node.kwargs))
 

@@ -37,7 +37,12 @@ _STATISTICS: dict[Any, tuple[int, tuple[int, ...]]] = {
 _ONLY_VIEWS = {aten.detach_.default}
 _MAY_RETURN_INPUT = {aten.dropout.default, aten.feature_dropout.default, aten.alpha_dropout.default}
 
-_DRAWING = (operators.drawn_apart, operators.drawn_in_part, context_operators.drawn_for_positions)
+_DRAWING = (
+    operators.drawn_apart,
+    operators.drawn_in_part,
+    context_operators.drawn_for_positions,
+    context_operators.positions_attention_apart,
+)
 # Functions of ours whose result is never their input's memory.
 _NEW_MEMORY = {
     operators.reduce_from_axis,
@@ -51,6 +56,7 @@ _NEW_MEMORY = {
     context_operators.sum_over_axis,
     context_operators.share_of,
     context_operators.positions_attention,
+    context_operators.positions_attention_apart,
     context_operators.drawn_for_positions,
     expert_operators.route_rows,
     expert_operators.dispatch_rows,

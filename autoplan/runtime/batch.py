@@ -35,6 +35,11 @@ def micro_batch_sizes(rows: int, strategy: Strategy, *, fixed: int | None = None
             )
         return (fixed,) * (rows // fixed)
     count = 1 if unsplit else -(-rows // strategy.micro_batch_size)
+    return even_sizes(rows, count)
+
+
+def even_sizes(rows: int, count: int) -> tuple[int, ...]:
+    """``rows`` in ``count`` parts, largest first."""
     base, larger = divmod(rows, count)
     return (base + 1,) * larger + (base,) * (count - larger)
 
@@ -52,6 +57,25 @@ def rows_of_rank(batch: int, strategy: Strategy, data_rank: int) -> range:
             attempt="drop the last, smaller batch (drop_last=True of a DataLoader), or plan with fewer data ranks",
         )
     return range(data_rank * per_rank, (data_rank + 1) * per_rank)
+
+
+def uneven_rows(batch: int, strategy: Strategy, data_rank: int) -> tuple[range, int]:
+    """The rows of any global batch that ``data_rank`` evaluates, as evenly as they divide, and in how many
+    micro-batches: equally many on every rank, because ranks may meet in each. Raises StrategyError where a rank would
+    have no row."""
+    base, larger = divmod(batch, strategy.data)
+    if not base:
+        raise StrategyError(
+            f"a batch of {batch} samples leaves some of {strategy.data} data-parallel ranks without any",
+            where="batch",
+            legal=f"{strategy.data} samples or more",
+            attempt="a larger batch, or its samples with the next batch's",
+        )
+    start = data_rank * base + min(data_rank, larger)
+    most = base + (larger > 0)
+    unsplit = strategy.data == 1 and strategy.micro_batches == 1
+    count = 1 if unsplit else min(base, -(-most // strategy.micro_batch_size))
+    return range(start, start + base + (data_rank < larger)), count
 
 
 def batch_rows(capture: Capture, tensors: Mapping[str, Tensor]) -> int:

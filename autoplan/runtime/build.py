@@ -27,7 +27,16 @@ from autoplan.passes.split_backward import split_backward
 from autoplan.passes.split_stages import StageGraph, split_stages
 from autoplan.passes.weight_loss import weight_loss
 from autoplan.plan import Plan, Strategy
-from autoplan.schedules import CHUNKED, SCHEDULES, Actions, all_actions, first_problem, rank_of_stage
+from autoplan.schedules import (
+    CHUNKED,
+    SCHEDULES,
+    Actions,
+    all_actions,
+    first_forward_problem,
+    first_problem,
+    forward_actions,
+    rank_of_stage,
+)
 from autoplan.sharding import Placement, Shard, Sharding, shard_model, take_shard
 
 ZERO_STAGES = (0, 1, 2, 3)
@@ -147,6 +156,18 @@ def proven_actions(schedule: str, pipeline: int, virtual_stages: int, micro_batc
             where="strategy.schedule",
             legal=", ".join(SCHEDULES),
         )
+    return lists
+
+
+@functools.lru_cache(maxsize=16)
+def proven_forwards(pipeline: int, virtual_stages: int, micro_batches: int) -> tuple[Actions, ...]:
+    """The lists of an evaluation, likewise."""
+    lists = forward_actions(
+        stages=pipeline * virtual_stages, micro_batches=micro_batches, virtual_stages=virtual_stages
+    )
+    problem = first_forward_problem(lists)
+    if problem is not None:
+        raise StrategyError(f"an evaluation of {micro_batches} micro-batches on {pipeline} ranks: {problem}")
     return lists
 
 

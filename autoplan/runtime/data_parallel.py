@@ -26,6 +26,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from autoplan.runtime.collectives import Mesh
+from autoplan.runtime.masters import widened
 from autoplan.runtime.waits import WAITS
 
 BUCKET_BYTES = 25 * 2**20  # torch DDP's default: large enough for bandwidth, small enough to start early
@@ -61,7 +62,8 @@ class GradientSync:
     """What a step does for the parameters of one rank.
 
     ``working``: the parameters that the stage's graph reads, by the user's names, local to this rank's stage and tensor
-    coordinate. ``parameters``: those that the user's optimizer updates, under the same names. ``tied``: for a parameter
+    coordinate. ``parameters``: those that the user's optimizer updates, under the same names, in float32 where they are
+    masters of 16-bit ones (:mod:`autoplan.runtime.masters`). ``tied``: for a parameter
     that several pipeline ranks hold, those ranks. ``later``: parameters whose gradients come in a second part of each
     backward. ``summands``: parameters of whose gradient every tensor rank finds a summand (norms and late biases under
     sequence parallelism).
@@ -98,11 +100,17 @@ class GradientSync:
         self._remove_hooks()
         self._awaited, self._settled = frozenset(), set()
         self._queue = [] if self._every else list(range(len(self._buckets)))
+        self.refresh()
         self._prior = {n: p.grad for n, p in self.parameters.items() if p.grad is not None}
         for parameter in (*self.parameters.values(), *self.working.values()):
             parameter.grad = None
         for name in (name for bucket in self._buckets for name in bucket.names):
             self._hooks.append(self.working[name].register_post_accumulate_grad_hook(self._on_gradient(name)))
+
+    def refresh(self) -> None:
+        """Bring what the stage's graph reads up to what the optimizer made of ``parameters`` (a collective over the
+        data axis where they are slices)."""
+        raise NotImplementedError
 
     def before_backward(self, adds: frozenset[str], last: frozenset[str]) -> None:
         """Called ahead of each action that adds gradients: to which names, and to which of them it is the last."""
@@ -206,7 +214,7 @@ class GradientSync:
 
     def whole(self, name: str) -> Tensor:
         """The parameter's values, whole over the data axis (a collective over it when sharded)."""
-        return self.working[name].detach()
+        return self.parameters[name].detach()
 
     def whole_gradient(self, name: str) -> Tensor:
         """Its gradient, likewise; zeros where it has none."""
@@ -222,9 +230,26 @@ class GradientSync:
 class Replicated(GradientSync):
     """ZeRO 0: every data rank holds every parameter; also where there is no data axis."""
 
-    def __init__(self, working: Mapping[str, nn.Parameter], mesh: Mesh, tied: Mapping[str, tuple[int, ...]]) -> None:
+    def __init__(
+        self,
+        working: Mapping[str, nn.Parameter],
+        mesh: Mesh,
+        tied: Mapping[str, tuple[int, ...]],
+        *,
+        masters: bool = False,
+    ) -> None:
         super().__init__(working, mesh, tied, every=False)
         self._sums: list[tuple[dist.Work, Tensor, list[nn.Parameter]]] = []
+        self.parameters, self._masters = dict(self.working), {}
+        for name, parameter in self.working.items():
+            own = widened(parameter.detach(), parameter, masters)
+            if own.dtype != parameter.dtype:
+                self.parameters[name] = self._masters[name] = nn.Parameter(own)
+
+    @torch.no_grad()
+    def refresh(self) -> None:
+        for name, master in self._masters.items():
+            self.working[name].copy_(master)
 
     def _start(self, index: int) -> None:
         members = [self.working[name] for name in self._buckets[index].names]
@@ -243,28 +268,35 @@ class Replicated(GradientSync):
             for parameter, piece in zip(members, pieces, strict=True):
                 parameter.grad = piece.view(parameter.shape)
         self._sums = []
+        for name, master in self._masters.items():
+            gradient, self.working[name].grad = self.working[name].grad, None
+            master.grad = None if gradient is None else gradient.float()
 
 
 class Sharded(GradientSync):
     """ZeRO 1 (``every`` False) and 2 (True): see the module."""
 
     def __init__(
-        self, working: Mapping[str, nn.Parameter], mesh: Mesh, tied: Mapping[str, tuple[int, ...]], *, every: bool
+        self,
+        working: Mapping[str, nn.Parameter],
+        mesh: Mesh,
+        tied: Mapping[str, tuple[int, ...]],
+        *,
+        every: bool,
+        masters: bool = False,
     ) -> None:
         super().__init__(working, mesh, tied, every=every)
         assert mesh.at is not None and mesh.data is not None
         self._degree, self._index = mesh.strategy.data, mesh.at.data
         self.parameters = {
-            name: nn.Parameter(self._slice(parameter.detach())) if parameter.requires_grad else parameter
+            name: nn.Parameter(widened(self._slice(parameter.detach()), parameter, masters))
+            if parameter.requires_grad
+            else parameter
             for name, parameter in self.working.items()
         }
         self._arriving: list[tuple[dist.Work, Tensor, int]] = []
         self._sums: dict[int, Tensor] = {}
         self._with_gradient: set[str] = set()
-
-    def begin_step(self) -> None:
-        super().begin_step()
-        self._rebuild()
 
     def _start(self, index: int) -> None:
         """Send a bucket: row d of its matrix is what rank d keeps. The whole gradients are dropped at once."""
@@ -299,14 +331,16 @@ class Sharded(GradientSync):
             names = self._buckets[index].names
             pieces = total.split([self.parameters[name].numel() for name in names])
             for name, piece in zip(names, pieces, strict=True):
-                self.parameters[name].grad = piece if name in self._with_gradient else None
+                parameter = self.parameters[name]
+                parameter.grad = piece.to(parameter.dtype) if name in self._with_gradient else None
         self._sums, self._with_gradient = {}, set()
 
     @torch.no_grad()
-    def _rebuild(self) -> None:
+    def refresh(self) -> None:
         """The working parameters from all ranks' slices, a bucket at a time."""
         for bucket in self._buckets:
-            mine = torch.cat([self.parameters[name].detach() for name in bucket.names])
+            dtype = self.working[bucket.names[0]].dtype
+            mine = torch.cat([self.parameters[name].detach().to(dtype) for name in bucket.names])
             matrix = mine.new_empty(self._degree, mine.numel())
             with WAITS.during("data"):
                 dist.all_gather_into_tensor(matrix.view(-1), mine, group=self.mesh.data)

@@ -51,6 +51,10 @@ class Apart(GradientSync):
         for part in (self._others, self._experts):
             part.begin_step()
 
+    def refresh(self) -> None:
+        for part in (self._others, self._experts):
+            part.refresh()
+
     def before_backward(self, adds: frozenset[str], last: frozenset[str]) -> None:
         for part in (self._others, self._experts):
             part.before_backward(adds, last)
@@ -81,15 +85,17 @@ def apart(
     tied: Mapping[str, tuple[int, ...]],
     summands: tuple[str, ...],
     experts: frozenset[str],
+    *,
+    masters: bool = False,
 ) -> GradientSync:
     """The data axis of ``working``, with those that ``experts`` names over the copies of this rank's experts."""
     others = {name: parameter for name, parameter in working.items() if name not in experts}
     own = {name: parameter for name, parameter in working.items() if name in experts}
     if not own:
-        return gradient_sync(working, mesh, tied, summands)
+        return gradient_sync(working, mesh, tied, summands, masters=masters)
     return Apart(
-        gradient_sync(others, mesh, {n: held for n, held in tied.items() if n in others}, summands),
-        gradient_sync(own, mesh.of_experts(), {n: held for n, held in tied.items() if n in own}),
+        gradient_sync(others, mesh, {n: held for n, held in tied.items() if n in others}, summands, masters=masters),
+        gradient_sync(own, mesh.of_experts(), {n: held for n, held in tied.items() if n in own}, masters=masters),
         tuple(working),
         mesh,
     )

@@ -25,6 +25,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from autoplan.passes.operators import gathering
 from autoplan.runtime.collectives import Mesh
 from autoplan.runtime.data_parallel import GradientSync, Replicated, Sharded
+from autoplan.runtime.masters import widened
 from autoplan.runtime.waits import WAITS
 
 WINDOW = 2  # layers whole at once in the backward: where one layer's backward runs into the next one's
@@ -68,18 +69,30 @@ class Gathered(Sharded):
     """ZeRO 3: see the module. ``working`` holds shapes alone, on meta. ``peak_whole_bytes`` is the most that whole
     parameters took at once in the latest step, ``gathers`` how many layers it made whole."""
 
-    def __init__(self, working: Mapping[str, nn.Parameter], mesh: Mesh, tied: Mapping[str, tuple[int, ...]]) -> None:
+    def __init__(
+        self,
+        working: Mapping[str, nn.Parameter],
+        mesh: Mesh,
+        tied: Mapping[str, tuple[int, ...]],
+        *,
+        masters: bool = False,
+    ) -> None:
         shapes = {
             name: nn.Parameter(torch.empty_like(p, device="meta"), requires_grad=p.requires_grad)
             for name, p in working.items()
         }
         super().__init__(shapes, mesh, tied, every=True)
         self._buckets = ()
-        self.parameters = {
+        self._slices = {
             name: nn.Parameter(self._own_slice(p.detach()), requires_grad=p.requires_grad)
             for name, p in working.items()
         }
-        self._names = {id(parameter): name for name, parameter in self.parameters.items()}
+        self.parameters = dict(self._slices)
+        for name, own in self._slices.items():
+            values = widened(own.detach(), own, masters)
+            if values.dtype != own.dtype:
+                self.parameters[name] = nn.Parameter(values)
+        self._names = {id(own): name for name, own in self._slices.items()}
         self.peak_whole_bytes = self.gathers = 0
         self._storages: dict[int, _Known] = {}
         self._whole: OrderedDict[tuple[int, ...], list[Tensor]] = OrderedDict()
@@ -93,7 +106,7 @@ class Gathered(Sharded):
 
     @property
     def read(self) -> Mapping[str, nn.Parameter]:
-        return self.parameters
+        return self._slices
 
     # ---------------------------------------------------------------------------------------------------- during a step
 
@@ -140,12 +153,16 @@ class Gathered(Sharded):
     def _collect(self) -> None:
         self._keep_arrived(limit=0)
         for name, gradient in self._gradients.items():
-            self.parameters[name].grad = gradient
+            self.parameters[name].grad = gradient.to(self.parameters[name].dtype)
         self._gradients = {}
         self._whole.clear()
 
-    def _rebuild(self) -> None:
-        """Nothing is whole when a step begins."""
+    @torch.no_grad()
+    def refresh(self) -> None:
+        """This rank's slices alone: nothing is whole when a step begins."""
+        for name, own in self._slices.items():
+            if self.parameters[name] is not own:
+                own.copy_(self.parameters[name])
 
     # ---------------------------------------------------------------------------------------------------- saved tensors
 
@@ -198,13 +215,18 @@ def gradient_sync(
     mesh: Mesh,
     tied: Mapping[str, tuple[int, ...]],
     summands: Iterable[str] = (),
+    *,
+    masters: bool = False,
 ) -> GradientSync:
-    """The data axis of ``mesh.strategy``: replicated, or sharded by its ZeRO stage. ``summands``: see GradientSync."""
+    """The data axis of ``mesh.strategy``: replicated, or sharded by its ZeRO stage. ``summands``: see GradientSync;
+    ``masters``: whether float32 copies of 16-bit parameters are what the optimizer updates."""
     stage = mesh.strategy.zero_stage
     sync: GradientSync
     if mesh.data is None or stage == 0:
-        sync = Replicated(working, mesh, tied)
+        sync = Replicated(working, mesh, tied, masters=masters)
+    elif stage == 3:
+        sync = Gathered(working, mesh, tied, masters=masters)
     else:
-        sync = Gathered(working, mesh, tied) if stage == 3 else Sharded(working, mesh, tied, every=stage == 2)
+        sync = Sharded(working, mesh, tied, every=stage == 2, masters=masters)
     sync.summands = tuple(summands)
     return sync

@@ -111,6 +111,7 @@ class RankInterpreter:
         action and operator, the original chained.
         """
         last = self._last_to_add(actions)
+        awaited = {(action.stage, action.micro_batch) for action in actions if action.kind in "BI"}
         run = _Run(micro_batches, loss=torch.zeros((), dtype=torch.float64, device=self.device))
         self.peak_in_flight = 0
         with self._installed():
@@ -118,6 +119,8 @@ class RankInterpreter:
                 with self._naming(step, action.stage, action.micro_batch, _WORDS[action.kind]):
                     if action.kind == "F":
                         self._forward(action, run)
+                        if (action.stage, action.micro_batch) not in awaited:  # an evaluation keeps nothing
+                            del run.in_flight[action.stage, action.micro_batch]
                     elif action.kind == "W":
                         self._weight_gradients(action, run, last[index])
                     else:
@@ -126,6 +129,20 @@ class RankInterpreter:
             with self._naming(step, actions[-1].stage if actions else 0, None, "send"):
                 run.pending.wait()
         return run.loss
+
+    def of_forwards(
+        self, stages: Sequence[StageGraph], around_forward: Callable[[int, int], AbstractContextManager[None]]
+    ) -> RankInterpreter:
+        """Of other graphs of the same stages, over the same channels, for lists without a backward."""
+        return RankInterpreter(
+            [Chunk(stage=stage, adds={}) for stage in stages],
+            rank=self.rank,
+            device=self.device,
+            channels=self._channels,
+            communicator=self._communicator,
+            around_forward=around_forward,
+            before_backward=self._before_backward,
+        )
 
     def _last_to_add(self, actions: Sequence[Action]) -> list[frozenset[str]]:
         """For each action the parameters to which it is the last to add gradients."""

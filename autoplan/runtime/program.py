@@ -30,7 +30,8 @@ class Program:
 
     Parameters of a rank are plain ``nn.Parameter`` under the user's names: the user's own objects where they are whole
     and on the device, this rank's part where the plan splits them (along the tensor axis by a placement; under ZeRO
-    as flat slices, see :mod:`autoplan.runtime.data_parallel`). The rank's part is made at the first use inside a
+    as flat slices, see :mod:`autoplan.runtime.data_parallel`), float32 masters where the plan's precision keeps them of
+    16-bit weights (:mod:`autoplan.runtime.masters`). The rank's part is made at the first use inside a
     process group, or at once where the plan uses one GPU.
 
     Raises StrategyError for a plan that the runtime cannot execute exactly, and what the passes raise.
@@ -81,6 +82,19 @@ class Program:
         self.steps += 1
         self.samples += part.samples
         return self.loss
+
+    def evaluate(self, batch: Any) -> float:
+        """The loss of a global batch after ``eval()``, on every rank: forwards alone, with what the optimizer made of
+        the parameters. Nothing is kept or changed: no gradient, no statistics, no random numbers.
+
+        Every rank passes the whole batch. It may be of any size from one sample a data rank on, and then is cut as
+        evenly as it divides; there may be fewer micro-batches than stages. Dropout and BatchNorm evaluate; what the
+        model's own code did under ``if self.training`` while it was traced stays as it was.
+
+        Raises StrategyError for a smaller batch, and for a graph that has no form for evaluation (see
+        :mod:`autoplan.passes.evaluation`).
+        """
+        return self._rank_part().evaluate(batch, step=self.steps)
 
     def dataloader(
         self,

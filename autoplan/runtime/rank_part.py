@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -13,8 +13,17 @@ from torch.fx import GraphModule
 from autoplan import schedules
 from autoplan.capture import Capture, gather_inputs
 from autoplan.errors import StrategyError
+from autoplan.passes.evaluation import evaluation
 from autoplan.plan import Plan
-from autoplan.runtime.batch import batch_rows, micro_batch_sizes, part, rows_of_rank, to_device
+from autoplan.runtime.batch import (
+    batch_rows,
+    even_sizes,
+    micro_batch_sizes,
+    part,
+    rows_of_rank,
+    to_device,
+    uneven_rows,
+)
 from autoplan.runtime.build import (
     Builder,
     RankGraphs,
@@ -23,6 +32,7 @@ from autoplan.runtime.build import (
     local_parameters,
     on_device,
     proven_actions,
+    proven_forwards,
 )
 from autoplan.runtime.collectives import AxisCommunicator, Channels, Mesh
 from autoplan.runtime.data_parallel import GradientSync, norm_terms
@@ -30,6 +40,7 @@ from autoplan.runtime.experts import apart
 from autoplan.runtime.faults import RankFault, action_fault
 from autoplan.runtime.interpreter import Chunk, MicroBatch, RankInterpreter
 from autoplan.runtime.launch import group_timeout
+from autoplan.runtime.masters import keeps_masters
 from autoplan.runtime.progress import WATCH
 from autoplan.runtime.randomness import Randomness
 from autoplan.runtime.state import FullTensors
@@ -42,6 +53,7 @@ class RankPart:
 
     def __init__(self, capture: Capture, plan: Plan, builder: Builder, device: torch.device) -> None:
         self._capture, self._strategy, self._device = capture, plan.strategy, device
+        self._masters = keeps_masters(plan.precision)
         ownership = builder.ownership()
         stages = builder.graphs(0).stages
         self.mesh = Mesh(
@@ -56,6 +68,7 @@ class RankPart:
         self._randomness = Randomness(self.mesh, stages)
         self.sync: GradientSync | None = None
         self.interpreter: RankInterpreter | None = None
+        self._evaluator: RankInterpreter | None = None  # made by the first evaluation
         self._weights: GraphModule | None = None
         self._placements: dict[str, Placement] = {}
         self.experts: frozenset[str] = frozenset()  # parameters of which this rank holds a run of experts
@@ -96,7 +109,7 @@ class RankPart:
         )
         tied = {name: held for name, held in self._ownership.tied.items() if mesh.at.pipeline in held}
         summands = [name for name in parameters if isinstance(graphs.placements.get(name), Copied)]
-        self.sync = apart(parameters, mesh, tied, tuple(summands), graphs.experts)
+        self.sync = apart(parameters, mesh, tied, tuple(summands), graphs.experts, masters=self._masters)
         own = schedules.stages_of_rank(
             mesh.at.pipeline, stages=len(graphs.stages), virtual_stages=strategy.virtual_stages
         )
@@ -135,6 +148,39 @@ class RankPart:
         loss = torch.zeros((), dtype=torch.float64, device=self._device)
         with WATCH.main.during("gradient synchronisation", step=step):
             return self._step(loss, self._micro_batches(batch, local=local), step)
+
+    @torch.no_grad()
+    def evaluate(self, batch: Any, *, step: int) -> float:
+        """The loss of the global batch after ``eval()``; see :meth:`Program.evaluate`."""
+        self.state.require_values()
+        loss = torch.zeros((), dtype=torch.float64, device=self._device)
+        micro_batches = self._to_evaluate(batch)
+        if self.interpreter is not None and self.sync is not None and self.mesh.at is not None:
+            if self._evaluator is None:
+                stages = [evaluation(chunk.stage) for chunk in self.interpreter.chunks.values()]
+                around = self.sync.around_forward
+                self._evaluator = self.interpreter.of_forwards(stages, lambda stage, micro_batch: around())
+            strategy = self._strategy
+            lists = proven_forwards(strategy.pipeline, strategy.virtual_stages, len(micro_batches))
+            with WATCH.main.during("forward", step=step):
+                self.sync.refresh()
+                contribution = self._evaluator.run(
+                    lists[self.mesh.at.pipeline], self._with_totals(micro_batches), step=step
+                )
+            if self.mesh.at.tensor == 0:  # the others hold the same loss
+                loss = contribution
+        return float(self.mesh.sum_over_world(loss).item())
+
+    def _to_evaluate(self, batch: Any) -> list[MicroBatch]:
+        """This rank's part of a global batch of any size from one sample a data rank on."""
+        tensors = self._tensors(batch)
+        total = batch_rows(self._capture, tensors)
+        index = self.mesh.data_index if self.mesh.at is not None else 0
+        if self._fixed_size is not None:
+            rows = rows_of_rank(total, self._strategy, index)
+            return self._cut(tensors, rows.start, micro_batch_sizes(len(rows), self._strategy, fixed=self._fixed_size))
+        rows, count = uneven_rows(total, self._strategy, index)
+        return self._cut(tensors, rows.start, even_sizes(len(rows), count))
 
     def _step(self, loss: Tensor, micro_batches: list[MicroBatch], step: int) -> float:
         self._randomness.begin_step()
@@ -175,10 +221,13 @@ class RankPart:
         with self.sync.around_forward(), self._randomness.around_forward(stage, micro_batch):
             yield
 
+    def _tensors(self, batch: Any) -> dict[str, Tensor]:
+        """The user's batch, by placeholder."""
+        given = gather_inputs(self._capture, batch)
+        return {spec.placeholder: tensor for spec, tensor in zip(self._capture.inputs, given, strict=True)}
+
     def _micro_batches(self, batch: Any, *, local: bool) -> list[MicroBatch]:
-        tensors = {
-            s.placeholder: t for s, t in zip(self._capture.inputs, gather_inputs(self._capture, batch), strict=True)
-        }
+        tensors = self._tensors(batch)
         total = batch_rows(self._capture, tensors)
         self.samples = total * (self._strategy.data if local else 1)
         rows = range(total)
@@ -186,11 +235,18 @@ class RankPart:
             self._require_equal_parts(total)
         else:
             rows = rows_of_rank(total, self._strategy, self.mesh.data_index if self.mesh.at is not None else 0)
-        fixed = None if self._capture.dynamic_batch else self._capture.batch_size
-        sizes = micro_batch_sizes(len(rows), self._strategy, fixed=fixed)
+        sizes = micro_batch_sizes(len(rows), self._strategy, fixed=self._fixed_size)
+        return self._cut(tensors, rows.start, sizes)
+
+    @property
+    def _fixed_size(self) -> int | None:
+        return None if self._capture.dynamic_batch else self._capture.batch_size
+
+    def _cut(self, tensors: Mapping[str, Tensor], start: int, sizes: Sequence[int]) -> list[MicroBatch]:
+        """This rank's micro-batches, from row ``start``; none where the plan does not use it."""
         if self.mesh.at is None:
             return []
-        made, start = [], rows.start
+        made = []
         for size in sizes:
             mine = part(self._capture.inputs, tensors, range(start, start + size))
             made.append(MicroBatch(samples=size, inputs=to_device(mine, self._device)))

@@ -200,7 +200,8 @@ class FullTensors:
         owner = self._ownership.holders[name][0]
         whole: Tensor | None = None
         if self._sync is not None and mesh.at is not None and mesh.at.pipeline == owner:
-            local = read(self._sync, name).contiguous()
+            dtype = self._capture.graph_module.get_parameter(name).dtype  # masters are wider
+            local = read(self._sync, name).to(dtype).contiguous()
             placement, axis = self._split(name), "expert" if name in self._experts else "tensor"
             whole = local
             if isinstance(placement, Shard):
