@@ -76,9 +76,15 @@ def decide_even_split(space: Space, strategy: Strategy, *, cutoff_s: float) -> t
 
 
 def solve_strategy(
-    space: Space, strategy: Strategy, *, cutoff_s: float = math.inf, solver: SolverName | None = None
+    space: Space,
+    strategy: Strategy,
+    *,
+    cutoff_s: float = math.inf,
+    solver: SolverName | None = None,
+    least_s: float = 0.0,
 ) -> Solution | None:
-    """The best split of ``strategy`` if it costs at most ``cutoff_s``; None where there is none.
+    """The best split of ``strategy`` if it costs at most ``cutoff_s``; None where there is none. ``least_s``: what no
+    split of it costs less than, if that is known.
 
     Cuts of the given order of the layers come first; where there are others, one of those only if it is better.
     """
@@ -88,13 +94,13 @@ def solve_strategy(
         return _even_split(space, strategy, cutoff_s)
     if space.problem.stages:
         return fixed_split(space, strategy, space.problem.stages, cutoff_s=cutoff_s)
-    found = _solve(space, strategy, space.tables, cutoff_s, solver)
+    found = _solve(space, strategy, space.tables, cutoff_s, solver, least_s)
     sets = space.down_sets
     if sets is None:
         return found
     in_order = None if found is None else found.split
     better_s = cutoff_s if in_order is None else min(cutoff_s, in_order.value_s * (1 - LEAST_GAIN))
-    convex = _solve(space, strategy, space.convex_tables, better_s, solver)
+    convex = _solve(space, strategy, space.convex_tables, better_s, solver, least_s)
     if convex is None or convex.split is None:
         if found is None or convex is None:
             return found or convex
@@ -111,11 +117,13 @@ def _solve(
     tables_of: Callable[..., Tables],
     cutoff_s: float,
     solver: SolverName | None,
+    least_s: float = 0.0,
 ) -> Solution | None:
     """The best split among the arcs of ``tables_of``.
 
     Spans longer than a limit are left out. With M micro-batches a split that uses one costs more than
-    (M - 1) limit + sum of periods; so an answer below that is the best of all, else the limit is raised.
+    (M - 1) limit + sum of periods; so an answer below that is the best of all, else the limit is raised. Limits under
+    which ``least_s`` leaves no such answer are passed over.
     """
     steps = strategy.micro_batches - 1
     chain = space.chain_of(strategy)
@@ -126,6 +134,9 @@ def _solve(
     while True:
         complete = limit >= min(longest_useful, total)
         safe_s = cutoff_s if complete else steps * limit + total
+        if safe_s < least_s and not complete:
+            limit *= 2
+            continue
         tables = tables_of(strategy, period_limit_s=longest_useful if complete else limit)
         arcs = StageArcs(tables=tables)
         solution = solve_split(arcs.problem(), cutoff_s=min(cutoff_s, safe_s), solver=solver)

@@ -179,7 +179,7 @@ class Engine:
             if is_listed(strategy):
                 found, floor_s = decide_even_split(self.space, strategy, cutoff_s=cutoff_s)
             else:
-                solution = solve_strategy(self.space, strategy, cutoff_s=cutoff_s)
+                solution = solve_strategy(self.space, strategy, cutoff_s=cutoff_s, least_s=self.sharper_s(index))
                 found = decide(self.space, strategy, solution)
                 floor_s = math.inf if solution is None else solution.simulated_bound_s
             known = self._known[index] = cutoff_s, found

@@ -25,6 +25,7 @@ from autoplan.search.problem import Problem
 from autoplan.search.solver import SolverName
 from autoplan.search.space import open_space
 from autoplan.search.summaries import assumptions, model_summary
+from autoplan.uncollected import uncollected
 
 # Relative difference between the cost that was searched for and that of the final plan.
 MOST_APART = 1e-6
@@ -103,6 +104,7 @@ def _fitting(problem: Problem, solver: SolverName | str | None) -> Plan:
     )
 
 
+@uncollected()
 def _answer(problem: Problem, time_limit_s: float | None, solver: SolverName | str | None, tolerance: float) -> Plan:
     started = time.perf_counter()
     deadline = math.inf if time_limit_s is None else time.monotonic() + time_limit_s
