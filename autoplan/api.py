@@ -20,6 +20,7 @@ from autoplan.consistency import other_model
 from autoplan.errors import ClusterError, ModelError, PlanFileError, StrategyError
 from autoplan.plan import Plan
 from autoplan.request import AskedModel, Gpus, Traced, Wish, cluster_of, problem_of
+from autoplan.uncollected import uncollected
 
 if TYPE_CHECKING:
     from torch import nn
@@ -154,6 +155,7 @@ def _hugging_face_config(model: nn.Module) -> str | None:
     return json.dumps(content, indent=2, sort_keys=True) + "\n"
 
 
+@uncollected()
 def _answer(verb: str, model: AskedModel, gpus: Gpus, device: str | None, wish: Wish) -> Plan:
     import autoplan.search
 

@@ -4,7 +4,6 @@ plan, and the search's problem made of them."""
 from __future__ import annotations
 
 import dataclasses
-import functools
 import os
 import time
 from collections.abc import Callable, Mapping
@@ -22,9 +21,7 @@ if TYPE_CHECKING:
 
     from autoplan.capture import Capture
     from autoplan.layers import LayerGraph
-    from autoplan.layers.types import LayerKind
     from autoplan.search import Problem
-    from autoplan.sharding import Sharding
 
 Gpus = int | str | Path | Cluster | None
 
@@ -136,25 +133,17 @@ class AskedModel:
 def problem_of(traced: Traced, cluster: Cluster, wish: Wish) -> Problem:
     """The question to the search about a model that was traced."""
     from autoplan.search import Problem
-    from autoplan.sharding import shard_model
+    from autoplan.sharding import Shardings
 
     _check_precision(traced.precision, cluster)
     captured = traced.capture
 
-    @functools.cache
-    def tensor_kinds(degree: int) -> tuple[LayerKind, ...]:
-        sharding = shard_model(captured, traced.layers, degree=degree, cluster=cluster)
-        return tuple(entry.kind for entry in sharding.kinds)
-
-    @functools.cache
-    def over_sequence(degree: int) -> Sharding:
-        return shard_model(captured, traced.layers, degree=degree, cluster=cluster, sequence=True)
-
+    shardings = Shardings(captured, traced.layers, cluster)
     return Problem(
         layers=traced.layers,
-        tensor_kinds=tensor_kinds,
-        sequence_kinds=lambda degree: tuple(entry.kind for entry in over_sequence(degree).kinds),
-        sequence_edges=lambda degree: over_sequence(degree).edges(traced.layers.edges),
+        tensor_kinds=lambda degree: tuple(entry.kind for entry in shardings.at(degree).kinds),
+        sequence_kinds=lambda degree: tuple(entry.kind for entry in shardings.at(degree, sequence=True).kinds),
+        sequence_edges=lambda degree: shardings.at(degree, sequence=True).edges(traced.layers.edges),
         cluster=cluster,
         global_batch=traced.global_batch,
         precision=traced.precision,
