@@ -7,6 +7,7 @@ Under a process group rank 0 plans and the others receive its answer, so that al
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import logging
 import os
@@ -43,6 +44,7 @@ def plan(
     strategy: Mapping[str, Any] | None = None,
     device: str | None = None,
     optimizer: str = "adamw",
+    time_limit_s: float | None = None,
 ) -> Plan:
     """The best plan for ``model`` on ``gpus`` under the cost models, with its reasons and its proof.
 
@@ -55,14 +57,16 @@ def plan(
     ``strategy`` forces some keys (data, tensor, pipeline, zero_stage, micro_batch_size, schedule, ...) or bounds them
     (``{"pipeline": "<=4", "tensor": "1|2"}``), and holds limits: ``memory_headroom``, ``max_gpus``, ``stages`` (the
     layers of each, ``"0-15,16-31"``, or the first of each) and ``inside_node`` (axes that cross no node); the rest is
-    planned. Raises :class:`InfeasibleError` where nothing fits, other :class:`AutoplanError` for bad input.
+    planned. ``time_limit_s``: search no longer than that; the plan is then the best found by then, and its certificate
+    says how far from the best it may be. Raises :class:`InfeasibleError` where nothing fits, other
+    :class:`AutoplanError` for bad input.
     """
     return _answer(
         "search",
         AskedModel(model, example_inputs, loss_fn, global_batch, seq, precision),
         gpus,
         device,
-        Wish(strategy, optimizer),
+        Wish(strategy, optimizer, time_limit_s),
     )
 
 
@@ -161,8 +165,11 @@ def _answer(verb: str, model: AskedModel, gpus: Gpus, device: str | None, wish: 
 
     cluster = cluster_of(gpus, device)
     traced = model.trace(cluster)
-    decide = {"search": autoplan.search.search, "predict": autoplan.search.predict}[verb]
-    return _timed(decide, problem_of(traced, cluster, wish), traced)
+    decide: dict[str, Callable[[Problem], Plan]] = {
+        "search": functools.partial(autoplan.search.search, time_limit_s=wish.checked_time_limit_s()),
+        "predict": autoplan.search.predict,
+    }
+    return _timed(decide[verb], problem_of(traced, cluster, wish), traced)
 
 
 def _timed(decide: Callable[[Problem], Plan], problem: Problem, traced: Traced) -> Plan:

@@ -30,10 +30,11 @@ SAMPLES_A_GPU = 8  # the global batch where the user names none: 8 samples a GPU
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Wish:
-    """What the user wants of the plan: forced keys and the optimizer."""
+    """What the user wants of the plan: forced keys, the optimizer, and the longest search."""
 
     strategy: Mapping[str, Any] | None
     optimizer: str
+    time_limit_s: float | None = None
 
     def forced(self) -> dict[str, Any]:
         """The forced keys; raises :class:`StrategyError` for what is no mapping."""
@@ -44,6 +45,13 @@ class Wish:
             where="strategy=",
             legal='a dict of strategy keys, such as {"tensor": 2, "pipeline": 2}',
         )
+
+    def checked_time_limit_s(self) -> float | None:
+        """Seconds of search, None without a limit; raises :class:`StrategyError` for what is none."""
+        limit = self.time_limit_s
+        if limit is None or (isinstance(limit, (int, float)) and limit >= 0):
+            return limit
+        raise StrategyError(f"time limit {limit!r}", where="time_limit_s", legal="seconds from 0")
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

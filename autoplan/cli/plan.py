@@ -27,6 +27,15 @@ def plan(
             "--like", metavar="TOOL", help="Only what it can express: megatron, deepspeed-zero3, fsdp2, ddp..."
         ),
     ] = None,
+    time_limit: Annotated[
+        float | None,
+        typer.Option(
+            "--time-limit",
+            metavar="SECONDS",
+            min=0.0,
+            help="Search no longer: the best found by then, with how far from the best it may be.",
+        ),
+    ] = None,
     output: options.Output = None,
     json: options.Json = False,
 ) -> None:
@@ -57,6 +66,7 @@ def plan(
             precision=precision,
             optimizer=optimizer,
             strategy=forced or None,
+            time_limit_s=time_limit,
         )
 
     answer.give(decide, what=f"Planning {model} for {gpus}", output=output, json=json)

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+import autoplan
 from autoplan.cli.options import parse_strategy, with_limits
 from autoplan.errors import StrategyError
 from autoplan.plan import Plan
@@ -92,3 +93,17 @@ def test_predict_takes_stages_too(invoke: Invoke, model: str) -> None:
     asked = ("predict", model, "--gpus", "2xA100-80GB", "--global-batch", "8", "--strategy", "micro_batch_size=1")
     found = json.loads(invoke(*asked, "--stages", "1", "--json").stdout)
     assert [stage["first_layer"] for stage in found["stages"]] == [0, 1]
+
+
+def test_a_time_limit_leaves_a_plan_with_an_honest_proof(model: str, invoke: Invoke) -> None:
+    plan = ["plan", model, "--gpus", "8xA100-80GB", "--global-batch", "16", "--json"]
+    patient, hurried = (json.loads(invoke(*plan, *more).stdout) for more in ((), ("--time-limit", "0")))
+    assert patient["certificate"]["status"] == "optimal" and patient["certificate"]["gap"] == 0
+    assert hurried["predicted"]["step_time_s"] >= patient["certificate"]["lower_bound_s"]
+    assert hurried["certificate"]["status"] == "optimal" or hurried["certificate"]["gap"] > 0
+
+
+@pytest.mark.parametrize("limit", [-1, float("nan"), "soon"])
+def test_a_time_limit_is_seconds(model: str, limit: object) -> None:
+    with pytest.raises(StrategyError, match="time limit"):
+        autoplan.plan(model, gpus="8xA100-80GB", global_batch=16, time_limit_s=limit)  # type: ignore[arg-type]
