@@ -374,10 +374,11 @@ class Plan:
         version = data.get("schema") if isinstance(data, dict) else None
         if version != SCHEMA_VERSION:
             raise PlanFileError(
-                f"this is not a plan of schema {SCHEMA_VERSION}: its schema is {version!r}",
+                f"this is no plan of schema {SCHEMA_VERSION}: "
+                + (f"its schema is {version!r}" if version is not None else "it has no `schema`"),
                 where=where,
-                legal=f"schema {SCHEMA_VERSION}",
-                attempt="plan again with this version of autoplan",
+                legal=f"a file that `autoplan plan -o` wrote, of schema {SCHEMA_VERSION}",
+                attempt="make one with `autoplan plan MODEL --gpus SPEC -o plan.json`",
             )
         if data.get("feasible") is False:
             raise PlanFileError(

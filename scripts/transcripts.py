@@ -19,7 +19,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 DOCUMENT = ROOT / "docs" / "commands.md"
-INPUTS = ("examples/own_model.py", "examples/train_gpt.py")
+INPUTS = ("examples/own_model.py", "examples/own_operator.py", "examples/train_gpt.py")
 DEEPSPEED = '{"train_batch_size": 512, "train_micro_batch_size_per_gpu": 8, "zero_optimization": {"stage": 1}}\n'
 
 HEAD = """# What each command prints
@@ -27,15 +27,47 @@ HEAD = """# What each command prints
 Taken from the real commands by `scripts/transcripts.py`; a test runs them again and compares. Every command has
 `--help` with an example, and all that print results have `--json` ([answers.schema.json](answers.schema.json); a plan
 file is [plan.schema.json](plan.schema.json)). Results go to stdout and messages to stderr, of which those with a result
-are left out here. Exit codes: 0 done, 1 the answer is no, 2 bad input, 3 fault. The model is
-[examples/own_model.py](../examples/own_model.py).
+are left out here. Exit codes: 0 done, 1 the answer is no, 2 bad input, 3 fault (`run` ends with the script's own code).
+On a terminal, what takes longer than a second says how far it is; colour is for terminals alone.
+`autoplan --install-completion` teaches your shell to complete commands, options, presets and GPU kinds. The model is
+[examples/own_model.py](../examples/own_model.py), that of verify
+[examples/own_operator.py](../examples/own_operator.py).
+"""
+PLAN_FILE = """A plan file is JSON in a fixed order, a range of layers a line, so that `git diff` of two is short; it
+holds no clock and no host: equal questions give equal bytes. `schema` says that it is a plan,
+`revision` which fields there are: files of older revisions are brought to the newest when they are read
+(`show` and `explain` do so, and `Plan.load(path).save(path)` writes it down), one of a newer revision
+is refused. Fingerprints of the model's graph and of the cluster's figures are in it: a plan for another
+model is refused with what differs. So is a file whose parts disagree: the field is named.
+"""
+VERIFY = """First the whole plan is checked without running anything, for any number of GPUs: the placement of every
+value in every rank's graph, the stages against the model's operators, that every message meets its
+receiver in an order that can't deadlock, that each parameter is in one place, and memory. Then a
+smaller copy runs on this machine's CPU: fewer equal blocks, fewer data ranks, micro-batches and samples
+(a Hugging Face model also narrower), but every kind of parallelism that the plan has, the same choices
+of the tensor axis, weights that are all random. In float64 it trains three AdamW steps as the plan says
+and as one process does, and everything is compared: losses, every gradient, every updated weight and
+buffer, the gradient's norm. Allowed is a difference of 1e-10 x (norm of the tensor + learning rate x
+square root of its size); what is printed is a share of that. Where something differs, the values inside
+are followed to the first operator that does. `autoplan.verify(model, plan)` is the same from Python.
+"""
+WHAT_IF = """`--what-if` asks for the nearest memory and link speeds at which another plan is best, each a search;
+`-o` keeps the answers in the plan file, for `report`.
+"""
+STATIC = """A model on `meta` has no values to run with, and one of a size that no CPU runs can be checked so all
+the same:
+"""
+WRONG = """The same plan and model, but for a rule that is not true of an operator (`wrong` in
+[examples/own_operator.py](../examples/own_operator.py)): exit code 1, and the layer, the operator and
+the line.
 """
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Command:
     """``quick``: needs no torch. ``measured``: its figures are this machine's. ``code``: its exit code. ``copied``:
-    what it prints is for other files and commands, whose lines may be longer than a screen's."""
+    what it prints is for other files and commands, whose lines may be longer than a screen's. ``folded``: it is long, and
+    opens on a click. ``about``: what is said before it."""
 
     line: str
     title: str = ""
@@ -43,9 +75,11 @@ class Command:
     measured: bool = False
     code: int = 0
     copied: bool = False
+    folded: bool = False
+    about: str = ""
 
 
-MODEL = "own_model.py:build"
+MODEL, OWN = "own_model.py:build", "own_operator.py"
 COMMANDS = (
     Command(line="models", title="The models that are known", quick=True),
     Command(line="clusters", title="The GPUs that are known", quick=True),
@@ -53,10 +87,13 @@ COMMANDS = (
     Command(line=f"plan {MODEL} --gpus 8xA100-80GB --global-batch 512 -o plan.json", title="A plan"),
     Command(line=f"plan {MODEL} --gpus 8xA100-80GB --global-batch 512 --strategy pipeline=4 -o pipeline.json"),
     Command(line=f"plan {MODEL} --gpus 1xL4", code=1),
-    Command(line="show pipeline.json --timeline", title="A plan file, its step as a timeline", quick=True),
+    Command(
+        line="show pipeline.json --timeline", title="A plan file, its step as a timeline", quick=True, about=PLAN_FILE
+    ),
     Command(line="explain pipeline.json", title="Why, and why not less or more", quick=True),
     Command(line=f"explain plan.json --operators --model {MODEL}"),
     Command(line=f"explain plan.json --layer blocks.7 --model {MODEL}"),
+    Command(line=f"explain plan.json --what-if --model {MODEL}", about=WHAT_IF),
     Command(line="diff plan.json pipeline.json", title="What changed, and what it costs", quick=True),
     Command(line=f"fit {MODEL} --gpus 4xH100", title="Whether it fits"),
     Command(line=f"min-gpus {MODEL} --gpu A10G", title="On how few GPUs"),
@@ -72,7 +109,13 @@ COMMANDS = (
     ),
     Command(line="import ds_config.json", quick=True, copied=True),
     Command(line=f"emit {MODEL} pipeline.json -o program", title="The program as Python"),
-    Command(line=f"verify {MODEL} pipeline.json --static", title="Whether it computes the same", measured=True),
+    Command(
+        line=f"plan {OWN}:build --gpus 2xA100 --strategy tensor=2 -o own.json", title="Whether it computes the same"
+    ),
+    Command(line=f"verify {OWN}:build own.json", measured=True, about=VERIFY),
+    Command(line=f"verify {OWN}:wrong own.json", measured=True, code=1, about=WRONG),
+    Command(line=f"verify {OWN}:build own.json --json", measured=True, folded=True),
+    Command(line=f"verify {MODEL} pipeline.json --static", measured=True, about=STATIC),
     Command(line="run train_gpt.py --gpus 2 --device cpu -- --steps 3", title="Training", measured=True),
     Command(
         line="calibrate --device cpu --gpus 2 --quick -o here.toml", title="This machine's own figures", measured=True
@@ -100,6 +143,7 @@ def run(command: Command, folder: Path) -> str:
     if finished.returncode != command.code:
         raise SystemExit(f"{command.line}: exit code {finished.returncode}\n{finished.stderr}")
     said = finished.stdout + (finished.stderr if not finished.stdout or command.code else "")
+    said = said.replace(f"{folder.resolve()}/", "")
     return "".join(f"{line.rstrip()}\n" for line in said.splitlines())
 
 
@@ -124,7 +168,10 @@ def document(said: dict[str, str]) -> str:
     for command in COMMANDS:
         if command.title:
             parts.append(f"\n## {command.title}\n")
-        parts.append(f"\n```console\n$ autoplan {command.line}\n{said[command.line]}```\n")
+        parts.append(f"\n{command.about}" if command.about else "")
+        block = f"\n```console\n$ autoplan {command.line}\n{said[command.line]}```\n"
+        summary = f"<summary><code>autoplan {command.line}</code></summary>"
+        parts.append(f"\n<details>{summary}\n{block}\n</details>\n" if command.folded else block)
     return "".join(parts)
 
 

@@ -36,6 +36,21 @@ def test_quickstart_plans_a_model_that_no_machine_here_holds() -> None:
     assert "On one L4 the answer is no" in said and "GiB" in said
 
 
+def test_an_operator_of_ones_own_is_verified_and_a_wrong_rule_found(tmp_path: Path) -> None:
+    model, plan = f"{EXAMPLES / 'own_operator.py'}", str(tmp_path / "plan.json")
+    run("-m", "autoplan.cli", "plan", f"{model}:build", "--gpus", "2xA100", "--strategy", "tensor=2", "-o", plan)
+    assert "the same numbers" in run("-m", "autoplan.cli", "verify", f"{model}:build", plan)
+    wrong = subprocess.run(
+        [sys.executable, "-m", "autoplan.cli", "verify", f"{model}:wrong", plan],
+        capture_output=True,
+        text=True,
+        timeout=180,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+    )
+    assert wrong.returncode == 1
+    assert "First: the value of `centre`, layer blocks.0" in " ".join(wrong.stdout.split())
+
+
 def last_loss(output: str) -> float:
     return float(output.splitlines()[-1].split("loss")[1].split(",")[0])
 

@@ -40,10 +40,13 @@ def test_the_decision_says_why() -> None:
 def test_axes_say_what_how_often_and_how_much() -> None:
     forced = {"data": 2, "pipeline": 2, "tensor": 2, "micro_batch_size": 4, "zero_stage": 0}
     text = " ".join(text_of(problem(LARGE, cluster(8), forced=forced)).split())
-    assert "pipeline x 2 splits layers send and receive, over near" in text
-    assert "data x 2 splits the batch all-reduce of gradients, over near" in text
+    assert "pipeline x 2 splits layers by send and receive when after a stage's forward and backward" in text
+    assert "over near, among GPUs 0, 4 and so on" in text
+    assert "data x 2 splits the batch by all-reduce of gradients when gradients beside the last backward" in text
+    assert "over near, among GPUs 0, 2 and so on" in text
+    assert "tensor x 2 splits matrices by all-reduce when inside each layer, forward and backward" in text
     # 8 layers a stage, an all-reduce each way, 4 micro-batches.
-    assert "tensor x 2 splits matrices all-reduce, over near 64 times a step" in text
+    assert "over near, among GPUs 0-1 and so on a step 64 times" in text
 
 
 def test_a_micro_batch_s_computation_against_its_communication() -> None:

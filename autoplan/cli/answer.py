@@ -27,7 +27,7 @@ def give(decide: Callable[[], Plan], *, what: str, output: Path | None, json: bo
         console.result_json(infeasible(error))
         raise typer.Exit(error.exit_code) from None
     if output is not None:
-        _save(plan, output)
+        save(plan, output)
     if json:
         console.result_json(plan.to_dict(with_seconds=True))
         return
@@ -47,7 +47,8 @@ def infeasible(error: InfeasibleError) -> dict[str, Any]:
     }
 
 
-def _save(plan: Plan, output: Path) -> None:
+def save(plan: Plan, output: Path) -> None:
+    """Write ``plan``; what hinders that is said as an :class:`AutoplanError`."""
     try:
         plan.save(output)
     except OSError as error:

@@ -48,7 +48,22 @@ _SETTINGS: dict[str, dict[str, Any]] = {
 }
 
 
-class Application(TyperGroup):
+class _PlainFlags:
+    """A command whose switches are listed without a type: `--json`, and not `--json <bool>`."""
+
+    def get_params(self, ctx: Any) -> list[Any]:
+        found = super().get_params(ctx)  # type: ignore[misc]
+        for param in found:
+            if getattr(param, "is_flag", False) and param.metavar is None:
+                param.metavar = ""
+        return found
+
+
+class Command(_PlainFlags, TyperCommand):
+    """One command."""
+
+
+class Application(_PlainFlags, TyperGroup):
     """A group whose errors all end as ``error: ...`` lines on stderr and a meaningful exit code.
 
     Its commands are listed by name and summary; the one that is meant is imported.
@@ -56,10 +71,12 @@ class Application(TyperGroup):
 
     def __init__(self, **settings: Any) -> None:
         super().__init__(**settings)
+        self.called: str | None = None
         self.commands = {name: TyperCommand(name=name, help=summary) for name, summary in SUMMARIES.items()}
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         name, command, rest = super().resolve_command(ctx, args)
+        self.called = name
         return name, command_called(name) if name in SUMMARIES else command, rest
 
     def main(
@@ -74,7 +91,7 @@ class Application(TyperGroup):
         try:  # not standalone, so that errors arrive here
             code = super().main(args, prog_name, complete_var, False, windows_expand_args, **extra)
         except Exception as error:
-            code = _report(error)
+            code = _report(error, f"autoplan {self.called}" if self.called else "autoplan")
         sys.exit(code if isinstance(code, int) else 0)
 
 
@@ -83,12 +100,19 @@ def command_called(name: str) -> Any:
     file = "import_" if name == "import" else name.replace("-", "_")
     function = getattr(import_module(f"autoplan.cli.{file}"), file)
     alone = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
-    alone.command(name, context_settings=_SETTINGS.get(name))(function)
-    return get_command(alone)
+    alone.command(name, cls=Command, context_settings=_SETTINGS.get(name))(function)
+    command = get_command(alone)
+    command.help = "\n\n".join(map(_one_line, (command.help or "").split("\n\n")))
+    return command
 
 
-def _report(error: Exception) -> int:
-    """Print ``error`` for a person and return the exit code."""
+def _one_line(paragraph: str) -> str:
+    """A docstring's paragraph without its line ends, which are not a terminal's; examples are one a line."""
+    return paragraph if paragraph.startswith("Example") else " ".join(paragraph.split())
+
+
+def _report(error: Exception, command: str) -> int:
+    """Print ``error`` of ``command`` for a person and return the exit code."""
     if isinstance(error, AutoplanError):
         error_line(str(error))
         _trace_if_wanted(error)
@@ -97,7 +121,7 @@ def _report(error: Exception) -> int:
         if not error.format_message():  # `autoplan` alone: the help has been printed
             return 2
         context = getattr(error, "ctx", None)
-        command = context.command_path if context is not None else "autoplan"
+        command = context.command_path if context is not None else command
         error_line(f"{error.format_message()}\n  try:   {command} --help")
         return 2
     if isinstance(error, typer.Abort):
@@ -133,7 +157,12 @@ def _common(
         bool, typer.Option("--version", help="Print the version.", callback=_show_version, is_eager=True)
     ] = False,
 ) -> None:
-    """Plans how to train a PyTorch model on many GPUs, and trains it so. No GPU is needed to plan."""
+    """Plans how to train a PyTorch model on many GPUs, and trains it so. No GPU is needed to plan.
+
+    Example: autoplan plan llama3-8b --gpus 8xH100 -o plan.json
+
+    `autoplan COMMAND --help` shows each command's options and an example.
+    """
     if verbose:
         os.environ[TRACEBACK_VARIABLE] = "1"
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")  # its advice is on configs that the user did not write

@@ -33,7 +33,7 @@ def calibrate(
 
     Example: autoplan calibrate --device cpu --gpus 2 --quick -o here.toml
     """
-    options.check_writable(output, what="cluster file")
+    options.check_writable(output, what="cluster file", name="cluster.toml")
     from autoplan.calibration import calibrate as measure
     from autoplan.calibration import write_cluster
     from autoplan.cluster import local_device_count

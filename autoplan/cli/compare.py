@@ -74,8 +74,7 @@ def _print(found: tuple[Contender, ...]) -> None:
             str(contender.strategy.micro_batch_size),
             *_figures(contender),
         )
-    console.result(listed)
-    console.note("* the plan; mb: samples in a micro-batch; comm: communication that nothing hides")
+    console.result(listed, "* the plan; mb: samples in a micro-batch; comm: communication that nothing hides")
 
 
 def _name(contender: Contender) -> str:

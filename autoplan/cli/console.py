@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import sys
+import textwrap
 from collections.abc import Iterator
 from typing import Any
 
@@ -26,15 +27,27 @@ def error_line(text: str) -> None:
     """``error: ...`` on stderr; further lines of ``text`` follow as they are."""
     console = err()
     if console.is_terminal:
-        console.print("[bold red]error:[/] ", end="")
-        console.print(text, markup=False, soft_wrap=True)
+        console.print("[bold red]error:[/]", end="")
+        first, *rest = text.splitlines()
+        lines = [
+            *folded(f"error: {first}", 7, console.width),
+            *(fold for line in rest for fold in folded(line, 9, console.width)),
+        ]
+        console.print("\n".join(lines).removeprefix("error:"), markup=False, soft_wrap=True)
     else:
         sys.stderr.write(f"error: {text}\n")
 
 
+def folded(text: str, hanging: int, width: int = 80) -> list[str]:
+    """``text`` in lines of ``width``, all but the first ``hanging`` columns in; words stay whole, to be copied."""
+    return textwrap.wrap(text, width, subsequent_indent=" " * hanging, break_on_hyphens=False, break_long_words=False)
+
+
 def note(text: str) -> None:
-    """A message for a person, on stderr."""
-    err().print(text, markup=False, soft_wrap=True, style="dim")
+    """A message for a person, on stderr: in a file one line, on a terminal folded between words."""
+    console = err()
+    shown = "\n".join(folded(text, 2, console.width)) if console.is_terminal else text
+    console.print(shown, markup=False, soft_wrap=True, style="dim")
 
 
 def result(*renderables: RenderableType) -> None:

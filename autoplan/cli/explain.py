@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from autoplan.cli import console, options
+from autoplan.cli import answer, console, options
 from autoplan.errors import AutoplanError
 from autoplan.plan import Plan
 
@@ -48,6 +48,8 @@ def explain(
     """Say what a plan splits, what that costs, why the alternatives lost and what would change the decision.
 
     Example: autoplan explain plan.json
+    Example: autoplan explain plan.json --what-if -o plan.json
+    Example: autoplan explain plan.json --layer layers.7
     """
     plan = Plan.load(path)
     if sum((operators, layer is not None, what_if)) > 1:
@@ -65,7 +67,7 @@ def explain(
         with console.progress(f"Asking {plan.model.name} again"):
             plan = answers(plan, model=model, gpus=gpus)
         if output is not None:
-            plan.save(output)
+            answer.save(plan, output)
             console.note(f"wrote {output}; next: autoplan report {output}")
     if json:
         console.result_json(plan.to_dict())

@@ -64,7 +64,11 @@ def _say_no(error: InfeasibleError, *, json: bool) -> None:
     if json:
         console.result_json(answer.infeasible(error))
         return
-    console.result(f"no: {error.what}", *(f"  try: {text}" for text in error.suggestions))
+    said = [
+        console.folded(f"no: {error.what}", 4),
+        *(console.folded(f"  try: {text}", 7) for text in error.suggestions),
+    ]
+    console.result(*(line for lines in said for line in lines))
 
 
 def _sentences(found: Fit) -> tuple[str, ...]:
@@ -78,7 +82,7 @@ def _sentences(found: Fit) -> tuple[str, ...]:
     ]
     if found.most_headroom_bytes > found.headroom_bytes:
         lines.append(f"  the roomiest ({found.roomiest.describe()}) leaves {size(found.most_headroom_bytes)}")
-    return tuple(lines)
+    return tuple(part for line in lines for part in console.folded(line, 4))
 
 
 def _row(found: Fit) -> dict[str, object]:

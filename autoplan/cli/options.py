@@ -184,12 +184,12 @@ def _unknown(key: str) -> StrategyError:
     )
 
 
-def check_writable(path: Path | None, *, what: str = "plan") -> None:
-    """Refuse a file that could not be written, before minutes are spent on what goes into it."""
+def check_writable(path: Path | None, *, what: str = "plan", name: str = "plan.json") -> None:
+    """Refuse a file that could not be written, before minutes are spent on what goes into it (``what``, such as
+    ``name``)."""
     if path is None:
         return
     if path.is_dir():
-        name = "cluster.toml" if what == "cluster file" else "plan.json"
         raise AutoplanError(f"cannot write the {what}: {path} is a folder", attempt=f"-o {path / name}")
     if not path.absolute().parent.is_dir():
         raise AutoplanError(f"cannot write the {what}: there is no folder {path.parent}", attempt="make it first")

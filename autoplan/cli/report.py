@@ -22,8 +22,9 @@ def report(path: options.PlanFile, output: Target = Path("plan.html"), json: opt
     """
     from autoplan.report.page import page
 
-    options.check_writable(None if output == Path("-") else output)
-    text = page(Plan.load(path))
+    options.check_writable(None if output == Path("-") else output, what="page", name="plan.html")
+    with console.progress(f"Drawing {path}"):
+        text = page(Plan.load(path))
     if output == Path("-"):
         sys.stdout.write(text)
         return

@@ -24,6 +24,8 @@ def show(path: options.PlanFile, timeline: Timeline = False, json: options.Json 
     elif timeline:
         from autoplan.report import step, terminal
 
-        typer.echo(terminal.timeline(step.simulate(plan)).rstrip("\n"))
+        with console.progress(f"Simulating a step of {plan.strategy.describe()}"):
+            drawn = terminal.timeline(step.simulate(plan))
+        typer.echo(drawn.rstrip("\n"))
     else:
         console.result(*summary(plan))

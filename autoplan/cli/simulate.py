@@ -29,11 +29,12 @@ def simulate(path: options.PlanFile, output: Target = None, whole: Whole = False
     """
     from autoplan.report import step, trace
 
-    options.check_writable(None if output == Path("-") else output)
+    options.check_writable(None if output == Path("-") else output, what="trace", name="trace.json")
     plan = Plan.load(path)
-    simulated = step.simulate(plan)
-    made = trace.trace(simulated, most_actions=sys.maxsize if whole else trace.MOST_ACTIONS)
-    written = text_of.dumps(made, separators=(",", ":")) + "\n"
+    with console.progress(f"Simulating a step of {plan.strategy.describe()}"):
+        simulated = step.simulate(plan)
+        made = trace.trace(simulated, most_actions=sys.maxsize if whole else trace.MOST_ACTIONS)
+        written = text_of.dumps(made, separators=(",", ":")) + "\n"
     facts = made["otherData"]
     if output == Path("-"):
         sys.stdout.write(written)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
+from autoplan.explain.axis_words import members, when
 from autoplan.explain.text import bar, count, heading, paragraph, percent, seconds, shorten, size
-from autoplan.plan import Plan, Stage
+from autoplan.plan import Axis, Plan, Stage
 
 # Letters of the memory bars: what is left over goes under "x".
 _GROUPS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
@@ -24,16 +26,24 @@ def axes(plan: Plan) -> list[str]:
     lines = [heading("What is split")]
     if not plan.axes:
         return [*lines, "Nothing: one GPU holds the whole model and computes the whole batch."]
-    step = plan.predicted.step_time_s
     for axis in plan.axes:
-        lines += paragraph(f"{axis.name} x {axis.degree}".ljust(14) + f"splits {axis.splits}", hanging=" " * 14)
-        lines += paragraph(f"{axis.collective}, over {axis.link}", indent=" " * 14)
-        lines += paragraph(
-            f"{axis.times_per_step:,} times a step, {size(axis.bytes_per_step)} a step from each GPU; "
-            f"{seconds(axis.exposed_s)} ({percent(axis.exposed_s / step)}) of the step shows",
-            indent=" " * 14,
-        )
+        named = f"{axis.name} x {axis.degree}"
+        for label, text in _axis(plan, axis):
+            lines += paragraph(f"{named:<13} {label:<8} {text}", hanging=" " * 23)
+            named = ""
     return lines
+
+
+def _axis(plan: Plan, axis: Axis) -> Iterator[tuple[str, str]]:
+    among, step = members(plan, axis), plan.predicted.step_time_s
+    others = " and so on" if axis.degree < plan.gpus_used else ""
+    yield "splits", axis.splits
+    yield "by", axis.collective
+    if when(plan, axis):
+        yield "when", when(plan, axis)
+    yield "over", axis.link + (f", among {among}{others}" if among else "")
+    shows = f"{seconds(axis.exposed_s)} ({percent(axis.exposed_s / step)}) of the step shows"
+    yield "a step", f"{axis.times_per_step:,} times, {size(axis.bytes_per_step)} from each GPU; {shows}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +60,9 @@ def stages(plan: Plan) -> list[str]:
     sizes = dict.fromkeys(size(plan.cluster.memory_of(stage)) for stage in plan.stages)
     legend = ", ".join(f"{letter} {name}" for letter, name, _ in _GROUPS)
     lines = [heading("Stages")]
-    lines += paragraph(f"Memory of {' or '.join(sizes)}: {legend}, x everything else.")
+    lines += paragraph(
+        f"Memory of {' or '.join(sizes)}: {legend}, x everything else. One mb is a micro-batch's forward and backward."
+    )
     lines.append(f"{'stage':>7} {'layers':<26} {'params':>7} {'one mb':>8}  memory")
     for row in _rows(plan):
         stage, capacity = row.stage, plan.cluster.memory_of(row.stage)
@@ -67,7 +79,7 @@ def stages(plan: Plan) -> list[str]:
     if plan.strategy.pipeline > 1:
         strategy, bubble = plan.strategy, percent(plan.predicted.bubble_fraction)
         lines += paragraph(
-            f"{strategy.micro_batches} micro-batches (mb) of {strategy.micro_batch_size} run through the stages "
+            f"{strategy.micro_batches} micro-batches of {strategy.micro_batch_size} run through the stages "
             f"({strategy.schedule}); on average a stage idles {bubble} of the step (the bubble)."
         )
     return lines

@@ -18,7 +18,7 @@ from jinja2 import Environment, FunctionLoader, StrictUndefined, Template
 from markupsafe import Markup
 
 from autoplan.errors import StrategyError
-from autoplan.explain import reasons
+from autoplan.explain import axis_words, reasons
 from autoplan.explain.text import count, percent, seconds, size
 from autoplan.plan import Plan, Stage
 from autoplan.report import drawing, machines, model_graph, scatter, step
@@ -55,6 +55,7 @@ def _facts(plan: Plan) -> dict[str, Any]:
         "plan": plan,
         "decision": " ".join(reasons.decision(plan)[1:]),
         "proof": " ".join(reasons.proof(plan)[1:]),
+        "axes": [(axis, axis_words.when(plan, axis), axis_words.members(plan, axis)) for axis in plan.axes],
         "stages": stage_rows(plan),
         "groups": [(kind, label) for kind, label, _ in drawing.GROUPS] + [drawing.ELSE],
         "memory_terms": _memory_terms(plan),

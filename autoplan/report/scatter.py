@@ -46,10 +46,12 @@ def picture(plan: Plan) -> Picture:
     least, most = min(t for t, _ in timed), max(t for t, _ in timed)
     most = max(most, least * _LEAST_SPAN) * 1.08
     widest = max(plan.cluster.memory_bytes, *(peak for _, peak in timed)) * 1.02
+    nearest = min(peak for _, peak in timed)
+    narrowest = nearest * 0.9 if nearest > widest / 3 else 0.0  # nothing stands before it: no room for nothing
     inner = WIDTH - LEFT - RIGHT
 
     def x(peak: float) -> float:
-        return LEFT + peak / widest * inner
+        return LEFT + (peak - narrowest) / (widest - narrowest) * inner
 
     def y(step_s: float) -> float:
         return (
@@ -60,7 +62,7 @@ def picture(plan: Plan) -> Picture:
 
     return Picture(
         points=tuple(_points(plan, x, y)),
-        across=tuple((x(widest * i / 4), size(widest * i / 4)) for i in range(5)),
+        across=tuple((x(at), size(at)) for at in (narrowest + (widest - narrowest) * i / 4 for i in range(5))),
         up=tuple((y(at), seconds(at)) for at in (least, math.sqrt(least * most), most)),
         capacity_x=x(plan.cluster.memory_bytes),
         capacity=size(plan.cluster.memory_bytes),

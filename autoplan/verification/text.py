@@ -8,6 +8,7 @@ from autoplan.explain.text import WIDTH, count, seconds, shorten
 from autoplan.verification.types import Check, Numeric, VerifyReport
 
 _LABEL = 9
+_NAME = 22
 _SHOWN = 12  # layers before the middle of a long table is left out
 
 
@@ -51,14 +52,14 @@ def _numeric(numeric: Numeric) -> list[str]:
     if numeric.reductions:
         lines += _labelled("", "reduced: " + "; ".join(numeric.reductions))
     if numeric.layers:
-        lines += ["", f"  {'layer':42}{'tensors':>8}{'error, allowed = 1':>20}  "]
+        lines += ["", f"  {'layer':{_NAME}}{'tensors':>8}{'error, allowed = 1':>20}"]
         shown = list(numeric.layers)
         if len(shown) > _SHOWN:
             wrong = [row for row in shown if not row.equal]
             shown = sorted(wrong[:_SHOWN] or [*shown[: _SHOWN // 2], *shown[-_SHOWN // 2 :]], key=numeric.layers.index)
         for row in shown:
-            mark = "" if row.equal else f"  {row.tensor}"
-            lines.append(f"  {shorten(row.layer, 41):42}{row.compared:>8}{row.worst:>20.2g}{mark}")
+            mark = "" if row.equal else f"  {shorten(row.tensor, WIDTH - _NAME - 32)}"
+            lines.append(f"  {shorten(row.layer, _NAME - 1):{_NAME}}{row.compared:>8}{row.worst:>20.2g}{mark}")
         if len(shown) < len(numeric.layers):
             lines.append(f"  ({len(numeric.layers) - len(shown)} more)")
         lines.append("")

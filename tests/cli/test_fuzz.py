@@ -18,7 +18,7 @@ from autoplan.cluster import Cluster
 from autoplan.errors import AutoplanError, ClusterError, ModelError
 
 FEW = settings(max_examples=25, deadline=None, suppress_health_check=list(HealthCheck))
-MANY = settings(max_examples=1000, deadline=None, suppress_health_check=list(HealthCheck))
+MANY = settings(max_examples=2000, deadline=None, suppress_health_check=list(HealthCheck))
 
 CLUSTERS: list[dict[str, Any]] = [
     {"device": "H100", "nodes": 4, "gpus_per_node": 8, "inter": {"bytes_per_s": 25e9, "latency_s": 5e-6}},
@@ -136,7 +136,7 @@ def test_cluster_files(tmp_path_factory: pytest.TempPathFactory, data: dict[str,
 
 
 @pytest.mark.wide
-@settings(MANY, max_examples=2000)
+@MANY
 @given(mutated(CLUSTERS, st.one_of(SMALL, LARGE, OTHER)))
 def test_many_cluster_files(tmp_path_factory: pytest.TempPathFactory, data: dict[str, Any]) -> None:
     check_cluster(

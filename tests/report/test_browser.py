@@ -45,6 +45,16 @@ def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
+@pytest.fixture(scope="module")
+def real(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The page of a planned model: twelve stages, long names, a fingerprint of 64 letters."""
+    path = tmp_path_factory.mktemp("pages") / "real.html"
+    plan = Plan.load(Path(__file__).parents[2] / "docs" / "pipeline.json")
+    assert len(plan.model.fingerprint) == 64 and len(plan.stages) == 12
+    path.write_text(page(plan), encoding="utf-8")
+    return path
+
+
 def tip(browser: Chromium) -> str | None:
     return browser.run("document.getElementById('tip').textContent || null")
 
@@ -102,9 +112,9 @@ def test_the_keyboard_reaches_every_picture_and_reads_it(browser: Chromium, file
 @pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
 @pytest.mark.parametrize("phone", [False, True], ids=["desk", "phone"])
 def test_nothing_runs_off_the_screen_and_text_can_be_read(
-    browser: Chromium, file: Path, phone: bool, dark: bool
+    browser: Chromium, real: Path, phone: bool, dark: bool
 ) -> None:
-    browser.open(file, width=375 if phone else 1100, phone=phone, dark=dark)
+    browser.open(real, width=375 if phone else 1100, phone=phone, dark=dark)
     assert browser.run("document.documentElement.scrollWidth <= innerWidth")
     page_is_dark = browser.run("getComputedStyle(document.body).backgroundColor.match(/\\d+/g).every(c => +c < 80)")
     assert page_is_dark is dark
@@ -144,8 +154,13 @@ def test_a_screen_reader_is_told_of_every_picture_and_table(browser: Chromium, f
     assert browser.run("document.documentElement.lang") == "en"
 
 
-def test_it_prints(browser: Chromium, file: Path) -> None:
-    browser.open(file)
+def test_it_prints(browser: Chromium, real: Path) -> None:
+    """On A4 (718 pixels between the margins) nothing is cut off, and what is folded on a screen is there."""
+    browser.open(real, width=718)
+    browser.call("Emulation.setEmulatedMedia", media="print")
+    assert browser.run("document.documentElement.scrollWidth <= innerWidth")
+    assert browser.run("document.querySelector('.terms').getBoundingClientRect().height > 100")
+    browser.open(real)
     pdf = browser.printed()
     assert pdf.startswith(b"%PDF") and len(pdf) > 20_000
 
