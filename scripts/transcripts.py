@@ -66,8 +66,8 @@ the line.
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Command:
     """``quick``: needs no torch. ``measured``: its figures are this machine's. ``code``: its exit code. ``copied``:
-    what it prints is for other files and commands, whose lines may be longer than a screen's. ``folded``: it is long, and
-    opens on a click. ``about``: what is said before it."""
+    what it prints is for other files and commands, whose lines may be longer than a screen's. ``folded``: it is
+    long, and opens on a click. ``about``: what is said before it."""
 
     line: str
     title: str = ""
