@@ -58,8 +58,14 @@ def operator_time(op: Operator, device: Device, *, micro_batch: int, software: S
 
 
 def layer_time(kind: LayerKind, device: Device, *, micro_batch: int, software: Software = EAGER) -> OperatorTime:
-    """Seconds of all operators of a layer; collectives are :func:`communication.tensor_time`'s."""
+    """Seconds of all operators of a layer; collectives are :func:`communication.tensor_time`'s, but on a CPU the copies
+    that they work on (:func:`cpu.host_s`)."""
     total = OperatorTime()
+    if device.is_cpu:  # nothing runs ahead of a CPU: dispatch adds
+        for op in kind.operators:
+            total += operator_time(op, device, micro_batch=micro_batch, software=software)
+        host_forward_s, host_backward_s = cpu.host_s(kind, device, micro_batch=micro_batch)
+        return total + OperatorTime(forward_s=host_forward_s, backward_s=host_backward_s)
     forward_launches = backward_launches = 0.0
     for op in kind.operators:
         total += operator_time(op, device, micro_batch=micro_batch, software=software)
@@ -68,10 +74,6 @@ def layer_time(kind: LayerKind, device: Device, *, micro_batch: int, software: S
         if op.needs_backward:
             backward_launches += 2.0 if op.kind == "gemm" else weight
     host = device.launch_s * software.dispatch
-    if device.is_cpu:  # nothing runs ahead of a CPU: dispatch adds
-        return OperatorTime(
-            forward_s=total.forward_s + host * forward_launches, backward_s=total.backward_s + host * backward_launches
-        )
     return OperatorTime(
         forward_s=larger(total.forward_s, host * forward_launches),
         backward_s=larger(total.backward_s, host * backward_launches),
@@ -146,9 +148,8 @@ def _forward_s(op: Operator, device: Device, micro_batch: int, software: Softwar
         arithmetic = op.flops * samples / (device.flops(short_dtype(op.dtype)) * device.gemm_efficiency)
     elif some(op.flops):
         arithmetic = op.flops * samples / device.flops("fp32")
-    if device.is_cpu:
-        arithmetic += cpu.arithmetic_s(op, device, samples=samples, backward=False)
-    return larger(arithmetic, _memory_s(moved * _traffic(op, software), device)) + software.gap_s
+    roofline = larger(arithmetic, _memory_s(moved * _traffic(op, software), device)) + software.gap_s
+    return roofline + cpu.arithmetic_s(op, device, samples=samples, backward=False) if device.is_cpu else roofline
 
 
 def _backward_s(op: Operator, device: Device, micro_batch: int, software: Software) -> float:
@@ -172,9 +173,8 @@ def _backward_s(op: Operator, device: Device, micro_batch: int, software: Softwa
         arithmetic = op.backward_flops * samples / (device.flops(short_dtype(op.dtype)) * device.gemm_efficiency)
     elif some(op.backward_flops):
         arithmetic = op.backward_flops * samples / device.flops("fp32")
-    if device.is_cpu:
-        arithmetic += cpu.arithmetic_s(op, device, samples=samples, backward=True)
-    return larger(arithmetic, memory) + software.gap_s
+    roofline = larger(arithmetic, memory) + software.gap_s
+    return roofline + cpu.arithmetic_s(op, device, samples=samples, backward=True) if device.is_cpu else roofline
 
 
 def _backward_bytes(op: Operator, samples: int) -> float:

@@ -1,8 +1,11 @@
 """Time the probes on every rank at once, and collectives between the ranks.
 
 A CPU's operators are timed by the processor time of their thread, which other programs on the machine lengthen little,
-and the middle of the rounds counts: ranks run the same probe together, and rounds that met an idle neighbour are no
-better than those that did not. A GPU's are timed by the clock around calls that fill its queue.
+and the lower quartile of the rounds counts: ranks run the same probe together, and the few rounds that met an idle
+neighbour are no better than the others, while those that met a busy machine are worse. All probes are run twice, so
+that a disturbance of some seconds spoils half of a probe's rounds and not all. Dispatch is timed as a step meets it:
+before every call some memory is gone over, so that its code comes from no cache. A GPU's operators are timed by the
+clock around calls that fill its queue.
 
 Transfers are timed by the clock, the least of the rounds: whatever else runs can only add. On a CPU a training step
 comes to them from computing, its buffers in no cache and the threads that carry them asleep (on a Zen 5 core an
@@ -35,6 +38,8 @@ _CALLS = 4  # of a GPU's transfers in a row
 _MOST_TRANSFERS = 1000
 _LARGE_BYTES = (2**26, 2**28)  # what NVLink needs to reach its rate
 _SWEPT_BYTES = 48 * 2**20  # more than a last-level cache of a core's share
+_CACHED_BYTES = 4 * 2**20  # more than a core's own caches
+_PASSES = 2  # over all probes
 _LARGEST_KEPT_BYTES = 31 * 2**20
 _CUDA_REPEATS = 20  # calls that fill the queue, so that the clock sees the device and not the launch
 
@@ -114,12 +119,19 @@ def _together(by_rank: list[list[Sample]]) -> list[Sample]:
 def _measure_rank(device_type: str, quick: bool) -> list[Sample]:
     effort = _QUICK if quick else _THOROUGH
     place = torch.device("cuda", torch.cuda.current_device()) if device_type == "cuda" else torch.device("cpu")
-    samples: list[Sample] = []
     _settle_allocator()
-    for probe in probes(device_type, quick=quick):
-        samples.append(_timed(probe, place, effort, backward=False))
-        if probe.backward:
-            samples.append(_timed(probe, place, effort, backward=True))
+    made = probes(device_type, quick=quick)
+    wanted = [(probe, backward) for probe in made for backward in (False, True)[: 1 + probe.backward]]
+    rounds: list[list[float]] = [[] for _ in wanted]
+    for _ in range(_PASSES):
+        for (probe, backward), of_probe in zip(wanted, rounds, strict=True):
+            of_probe += _timed(probe, place, effort, backward=backward)
+    samples: list[Sample] = [
+        OperatorSample(
+            family=probe.family, operator=probe.operator, backward=backward, seconds=_lower_quartile(of_probe)
+        )
+        for (probe, backward), of_probe in zip(wanted, rounds, strict=True)
+    ]
     if dist.get_world_size() > 1:
         sizes = (*effort.bytes, *_LARGE_BYTES) if device_type == "cuda" else effort.bytes
         samples += [_transfer(name, size, place, effort) for name in COLLECTIVES for size in sizes]
@@ -132,23 +144,26 @@ def _settle_allocator() -> None:
     torch.empty(_LARGEST_KEPT_BYTES, dtype=torch.uint8)
 
 
-def _timed(probe: Probe, device: torch.device, effort: _Effort, *, backward: bool) -> OperatorSample:
+def _timed(probe: Probe, device: torch.device, effort: _Effort, *, backward: bool) -> list[float]:
+    """Seconds of one call in each round of one pass."""
     once = _backward_s if backward else _forward_s
     operands = probe.operands(device, gradients=backward or probe.family == "dispatch")
+    swept = torch.zeros(_CACHED_BYTES // 4) if probe.swept else None
     once(probe, operands)
     if dist.get_world_size() > 1:
         dist.barrier()  # ranks measure the same probe at the same time
     least, most = effort.rounds
-    end = time.perf_counter() + effort.probe_s
+    end = time.perf_counter() + effort.probe_s / _PASSES
     rounds: list[float] = []
     while len(rounds) < least or (len(rounds) < most and time.perf_counter() < end):
+        if swept is not None:
+            swept.add_(1.0)
         rounds.append(once(probe, operands))
-    return OperatorSample(
-        family=probe.family,
-        operator=probe.operator,
-        backward=backward,
-        seconds=max(statistics.median(rounds), 1e-9),
-    )
+    return rounds
+
+
+def _lower_quartile(rounds: list[float]) -> float:
+    return max(statistics.quantiles(rounds, n=4, method="inclusive")[0], 1e-9)
 
 
 def _forward_s(probe: Probe, operands: list[list[Tensor]]) -> float:

@@ -9,6 +9,7 @@ to tens of milliseconds.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -28,7 +29,8 @@ _DISPATCHED = 16  # rows and columns: far too few elements to take time of their
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Probe:
     """``operator`` describes one call of ``function(*operands)``; ``calls`` in a row make one timing, each on operands
-    of its own, or where ``chained`` with the output before as first operand."""
+    of its own, or where ``chained`` with the output before as first operand. ``swept``: what the caches held is gone
+    before each call."""
 
     family: str
     operator: Operator
@@ -36,6 +38,7 @@ class Probe:
     shapes: tuple[tuple[int, ...], ...]
     backward: bool
     chained: bool = False
+    swept: bool = False
     calls: int = 1
 
     def operands(self, device: torch.device, *, gradients: bool) -> list[list[Tensor]]:
@@ -62,6 +65,14 @@ def probes(device_type: str, *, quick: bool) -> tuple[Probe, ...]:
         _dispatch("gelu", F.gelu, operands=1),
         _dispatch("layer_norm", _norm_of_last, operands=1),
     ]
+    if device_type == "cpu":
+        small = [
+            _met_once("add.Tensor", operands=2),
+            _met_once("linear.default", operands=2, gemm=True),
+            _met_once("layer_norm.default", operands=1, arguments=([_DISPATCHED],)),
+            _met_once("view.default", operands=1, arguments=([_DISPATCHED**2],)),
+            _met_once("transpose.int", operands=1, arguments=(0, 1)),
+        ]
     return (*(made[::2] if quick else made), *small)
 
 
@@ -215,6 +226,15 @@ def _memory(
         chained=True,
         calls=max(1, round(_KEPT_BYTES / moved)),
     )
+
+
+def _met_once(target: str, *, operands: int, arguments: tuple[object, ...] = (), gemm: bool = False) -> Probe:
+    """A small operator as a graph calls it, in the forward: what a CPU's backward costs is taken to be alike, because
+    one call's would be entering autograd."""
+    name, _, overload = target.partition(".")
+    operator = getattr(getattr(torch.ops.aten, name), overload)
+    small = _dispatch(name, lambda *tensors: operator(*tensors, *arguments), operands=operands, gemm=gemm)
+    return dataclasses.replace(small, backward=False, chained=False, swept=True, calls=1)
 
 
 def _dispatch(name: str, function: Callable[..., Tensor], *, operands: int, gemm: bool = False) -> Probe:

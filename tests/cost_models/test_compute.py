@@ -19,7 +19,7 @@ from autoplan.cost_models.compute import (
 )
 from autoplan.cost_models.gemm import gemm_time_s, shape_efficiency
 from autoplan.cost_models.software import COMPILED, EAGER, EAGER_FLASH_1
-from autoplan.layers.types import Attention, Gemm, LayerKind, Operator
+from autoplan.layers.types import Attention, Collective, Gemm, LayerKind, Operator
 
 A100 = Cluster.parse("1xA100-80GB").device
 H100 = Cluster.parse("1xH100").device
@@ -211,9 +211,25 @@ class TestLayer:
     def test_a_cpu_adds_its_dispatch(self) -> None:
         cpu = Cluster.parse("1xcpu").device
         op = dataclasses.replace(linear(64, 64, 64), dtype="fp32")
-        alone = operator_time(op, cpu, micro_batch=1).forward_s
-        layer = LayerKind(operators=(op,))
-        assert layer_time(layer, cpu, micro_batch=1).forward_s == pytest.approx(alone + cpu.launch_s)
+        alone = operator_time(op, cpu, micro_batch=1)
+        product = LayerKind(operators=(op,))
+        time = layer_time(product, cpu, micro_batch=1)
+        assert time.forward_s == pytest.approx(alone.forward_s + 2 * cpu.launch_s)  # a view of the weight, the product
+        assert time.backward_s == pytest.approx(alone.backward_s + 4 * cpu.launch_s)  # 2 products, 2 sums
+        view = Operator(name="view", target="aten.view.default", kind="view", dtype="fp32")
+        assert layer_time(LayerKind(operators=(view,)), cpu, micro_batch=1).forward_s == cpu.launch_s
+
+    def test_on_a_cpu_a_collective_works_on_a_copy(self) -> None:
+        cpu = Cluster.parse("1xcpu").device
+        op = dataclasses.replace(linear(64, 64, 64), dtype="fp32", name="linear")
+        summed = Collective(name="all_reduce", phase="forward", bytes_per_sample=1e6, operator="linear")
+        layer = LayerKind(operators=(op,), collectives=(summed,))
+        alone = layer_time(dataclasses.replace(layer, collectives=()), cpu, micro_batch=3)
+        copied_s = 3 * 2 * 1e6 / (cpu.memory_bytes_per_s * cpu.memory_efficiency)  # read and written, three samples
+        assert layer_time(layer, cpu, micro_batch=3).forward_s == pytest.approx(alone.forward_s + copied_s)
+        biased = dataclasses.replace(op, parameter_bytes=4.0 * (64 * 64 + 64))  # added to the sum, by an add
+        both = layer_time(dataclasses.replace(layer, operators=(biased,)), cpu, micro_batch=3)
+        assert both.forward_s == pytest.approx(alone.forward_s + 2 * copied_s)
 
     @pytest.mark.parametrize("name", device_kinds())
     def test_every_device_prices_a_layer(self, name: str) -> None:
