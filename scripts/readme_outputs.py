@@ -1,7 +1,8 @@
 """README shows what the commands print: run them again, and put their output in (or, with --check, compare).
 
 A block fenced as `console` holds commands after `$ `, each followed by its standard output, or by its standard error
-where the answer is no (exit code 1). Only commands of autoplan are run, in a folder of their own.
+where the answer is no (exit code 1). Only commands of autoplan are run, in a folder of their own. The table of accuracy
+is that of tests/regression/data/held_out.txt.
 """
 
 from __future__ import annotations
@@ -19,6 +20,18 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 README = ROOT / "README.md"
 BLOCK = re.compile(r"(?<=^```console\n)(.*?)(?=^```$)", re.DOTALL | re.MULTILINE)
+
+ACCURACY = re.compile(r"(?<=^<!-- accuracy -->\n)(.*?)(?=^<!-- end -->$)", re.DOTALL | re.MULTILINE)
+
+
+def accuracy() -> str:
+    """Errors by source, as a table."""
+    text = (ROOT / "tests" / "regression" / "data" / "held_out.txt").read_text(encoding="utf-8")
+    lines = [re.split(r" {2,}", line.strip()) for line in text.split("\n\n", 1)[1].splitlines()]
+    assert lines[0] == ["source", "rows", "in the fit", "left out", "bias"], lines[0]
+    rows = [" | ".join([*line, ""] if len(line) == 4 else line) for line in lines[1:]]
+    head = "| published runs | rows | mean error, in the fit | left out of it | bias |\n|---|---|---|---|---|\n"
+    return head + "".join(f"| {row} |\n" for row in rows)
 
 
 def refreshed(block: str, folder: Path) -> str:
@@ -52,6 +65,7 @@ def main() -> int:
     before = README.read_text(encoding="utf-8")
     with tempfile.TemporaryDirectory() as folder:
         after = BLOCK.sub(lambda found: refreshed(found[0], Path(folder)), before)
+    after = ACCURACY.sub(lambda _: accuracy(), after)
     if not check:
         README.write_text(after, encoding="utf-8")
         return 0
