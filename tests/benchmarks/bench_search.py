@@ -1,12 +1,14 @@
 """Seconds of the search, after capture, on layer graphs typed by hand in the shapes of known models.
 
 Run: ``OMP_NUM_THREADS=1 pytest -m benchmark tests/benchmarks/bench_search.py -s``. Prints a line a case, medians of
-processor seconds and of wall seconds; asserts that plans are proven, no clock.
+processor seconds and of wall seconds, and the largest resident memory of the process so far (torch's libraries and the
+cases before included); asserts that plans are proven, no clock. Searches of models that are traced: ``bench_plan.py``.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import resource
 import statistics
 import time
 from collections.abc import Callable
@@ -277,9 +279,11 @@ def test_search_seconds(
         wall.append(time.perf_counter() - started[0])
         processor.append(time.process_time() - started[1])
     proof = plan.certificate
+    memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 2**30
     with capsys.disabled():
         print(
-            f"\n{name:<28} {statistics.median(processor):6.2f} s processor {statistics.median(wall):6.2f} s  "
+            f"\n{name:<28} {statistics.median(processor):6.2f} s processor {statistics.median(wall):6.2f} s "
+            f"{memory:5.2f} GiB  "
             f"{plan.strategy.describe():<36} {proof.considered:>6,} considered, {proof.solved:>4} solved"
         )
     assert proof.status == "optimal"

@@ -1,14 +1,17 @@
-"""How long the tensor ILP takes: ``python -m tests.benchmarks.bench_sharding``. Seconds of CPU, medians of five.
+"""How long the tensor-parallel choice takes: ``python -m tests.benchmarks.bench_sharding``. Seconds of CPU, medians.
 
-- a block of a Llama, with every option, with and without sequence parallelism;
-- a graph of 4,000 nodes in which no two blocks are alike, cut into layers, and the same in one layer.
+- a block of a Llama, and a block of over 120 nodes, with every option, with and without sequence parallelism: as the product
+  does it (:mod:`autoplan.sharding.minimum`), and the integer program of the same problem stated, solved and proven;
+- a graph of 4,000 nodes in which no two blocks are alike, cut into layers, and the same in longer layers: both ways.
 """
 
 from __future__ import annotations
 
+import functools
 import statistics
 import time
 from collections.abc import Callable
+from unittest import mock
 
 import torch
 import torch.nn.functional as F
@@ -18,7 +21,7 @@ from autoplan.capture import Capture, capture
 from autoplan.cluster import Cluster
 from autoplan.layers import build_layers
 from autoplan.layers.types import LayerGraph
-from autoplan.sharding import shard_kind, shard_model
+from autoplan.sharding import ilp, minimum, shard_kind, shard_model
 from tests.sharding.test_solve import full_size
 
 CLUSTER = Cluster.parse("8xA100-80GB")
@@ -63,6 +66,53 @@ def traced(*, listed: bool) -> tuple[Capture, LayerGraph]:
     return captured, build_layers(captured)
 
 
+def wide_block() -> tuple[Capture, LayerGraph]:
+    """Two blocks, each of a Llama's attention and perceptron and three gated perceptrons after them: over 120 nodes each."""
+    from transformers import LlamaConfig
+    from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRotaryEmbedding
+
+    config = LlamaConfig(
+        hidden_size=4096, intermediate_size=14336, num_attention_heads=32, num_key_value_heads=8, num_hidden_layers=4
+    )
+
+    class Wide(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first = LlamaDecoderLayer(config, 0)
+            self.more = nn.Module()
+            for index in range(3):
+                self.more.add_module(f"p{index}x", Block(4096, 8192))
+
+        def forward(self, x: Tensor, turn: tuple[Tensor, Tensor]) -> Tensor:
+            x = self.first(x, position_embeddings=turn)
+            for part in self.more.children():
+                x = part(x)
+            return x
+
+    class Decoder(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList(Wide() for _ in range(2))
+            self.rotary = LlamaRotaryEmbedding(config)
+
+        def forward(self, x: Tensor, y: Tensor) -> Tensor:
+            turn = self.rotary(x, torch.arange(x.shape[1], device=x.device)[None])
+            for layer in self.layers:
+                x = layer(x, turn)
+            return F.mse_loss(x, y)
+
+    with torch.device("meta"):
+        model, batch = Decoder(), {key: torch.zeros(2, 512, 4096) for key in ("x", "y")}
+    captured = capture(model.to(torch.bfloat16), {key: value.to(torch.bfloat16) for key, value in batch.items()})
+    return captured, build_layers(captured)
+
+
+def by_program(body: Callable[[], object]) -> object:
+    """``body`` with every minimum found by the integer program."""
+    with mock.patch.object(minimum, "minimise", ilp.minimise):
+        return body()
+
+
 def seconds(body: Callable[[], object], repeats: int = 5) -> float:
     found = []
     for _ in range(repeats):
@@ -73,16 +123,20 @@ def seconds(body: Callable[[], object], repeats: int = 5) -> float:
 
 
 def main() -> None:
-    captured, layers = full_size("llama")
-    nodes = len(layers.layers[1].nodes)
-    for sequence in (False, True):
-        s = seconds(lambda: shard_kind(captured, layers, 1, degree=8, cluster=CLUSTER, sequence=sequence))  # noqa: B023
-        print(f"a block of {nodes} nodes, sequence parallel {str(sequence).lower()}: {s:.3f} s")
+    for name, (captured, layers), kind in (("Llama", full_size("llama"), 1), ("wide", wide_block(), 0)):
+        nodes = len(next(layer for layer in layers.layers if layer.kind == kind).nodes)
+        for sequence in (False, True):
+            body = functools.partial(shard_kind, captured, layers, kind, degree=8, cluster=CLUSTER, sequence=sequence)
+            found, program = seconds(body), seconds(functools.partial(by_program, body))
+            case = f"a {name} block of {nodes} nodes, sequence parallel {str(sequence).lower()}"
+            print(f"{case}: {found:.3f} s; by the integer program {program:.3f} s")
     for listed in (True, False):
         captured, layers = traced(listed=listed)
         count = sum(len(layer.nodes) for layer in layers.layers)
-        s = seconds(lambda: shard_model(captured, layers, degree=8, cluster=CLUSTER), repeats=1)  # noqa: B023
-        print(f"{count:,} nodes, {len(layers.layers)} layers of {len(layers.kinds)} kinds: {s:.2f} s")
+        whole = functools.partial(shard_model, captured, layers, degree=8, cluster=CLUSTER)
+        found, program = seconds(whole, repeats=1), seconds(functools.partial(by_program, whole), repeats=1)
+        case = f"{count:,} nodes, {len(layers.layers)} layers of {len(layers.kinds)} kinds"
+        print(f"{case}: {found:.2f} s; by the integer program {program:.2f} s")
 
 
 if __name__ == "__main__":
