@@ -1,7 +1,7 @@
 """How long the tensor-parallel choice takes: ``python -m tests.benchmarks.bench_sharding``. Seconds of CPU, medians.
 
-- a block of a Llama, and a block of over 120 nodes, with every option, with and without sequence parallelism: as the product
-  does it (:mod:`autoplan.sharding.minimum`), and the integer program of the same problem stated, solved and proven;
+- a block of a Llama, and one of over 120 nodes, with every option, with and without sequence parallelism: as the
+  product does it (:mod:`autoplan.sharding.minimum`), and by the integer program, stated, solved and proven;
 - a graph of 4,000 nodes in which no two blocks are alike, cut into layers, and the same in longer layers: both ways.
 """
 
@@ -67,7 +67,7 @@ def traced(*, listed: bool) -> tuple[Capture, LayerGraph]:
 
 
 def wide_block() -> tuple[Capture, LayerGraph]:
-    """Two blocks, each of a Llama's attention and perceptron and three gated perceptrons after them: over 120 nodes each."""
+    """Two blocks of over 120 nodes: each a block of a Llama and three gated perceptrons after it."""
     from transformers import LlamaConfig
     from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRotaryEmbedding
 
