@@ -49,7 +49,7 @@ PLANS: dict[str, dict[str, Any]] = {
         "micro_batches": 2,
     },
 }
-USUAL = ("dp2-pp2-zero1", "pp2-tp2-zero-bubble")
+USUAL = ("dp2-pp2-zero1",)
 FAMILIES = {"gpt2": models.tiny_gpt2, "llama": models.tiny_llama, "nano": models.nano_gpt}
 
 

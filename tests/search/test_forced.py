@@ -25,6 +25,17 @@ def test_unknown_key() -> None:
     assert "tensors" in error.what and "tensor, pipeline" in error.legal
 
 
+@pytest.mark.parametrize("key", ["offload", "hybrid"])
+def test_what_plans_do_not_have_is_no_key(key: str) -> None:
+    error = refused({key: True})
+    assert f"`{key}`" in error.what and "zero_stage" in error.legal
+
+
+@pytest.mark.parametrize("schedule", ["zbv", "forward"])
+def test_a_schedule_that_programs_do_not_run_is_refused(schedule: str) -> None:
+    assert refused({"schedule": schedule}).legal == "gpipe, 1f1b, interleaved, zero_bubble"
+
+
 @pytest.mark.parametrize("value", ["two", 1.5, True, None, 0, -2])
 def test_degrees_are_whole_numbers_from_one(value: Any) -> None:
     error = refused({"tensor": value})
