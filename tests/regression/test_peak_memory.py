@@ -101,9 +101,9 @@ def test_peaks_by_source(capsys: pytest.CaptureFixture[str]) -> None:
 # every stage (4.55e9 against 4.60e9, the embeddings balanced as layers: 8 and 7 a stage), heads of the same number and
 # so the same scores, as many activations, and took 67 GB. Tried: which stage is read (first and last node only), the
 # flattening of the weights at the start, fp32 gradients beside 16-bit ones, the largest matrix's temporaries (822
-# against 709 MB in fp32): none of them differs by the 13 GB that lie between the two. Nor is it a reserve that a planner
-# might keep for fragmentation: predicted are 64.9 GB, so 19% of the card would have to be kept, which refuses 19 of the
-# 127 rows that ran, and calls one in four of fit_cases wrongly; the other five rows need none (2% refuses 5 that ran).
+# against 709 MB in fp32): none of them differs by the 13 GB that lie between the two. Nor is it a reserve that planners
+# could keep for fragmentation: predicted are 64.9 GB, so it would have to be 19% of the card, which refuses 19 of the
+# 127 rows that ran and calls one in four fit cases wrongly; the other five rows need none (2% refuses 5 that ran).
 UNEXPLAINED = {"bloom_grid-128"}
 
 
