@@ -137,6 +137,15 @@ class Mesh:
             dist.all_reduce(tensor)
         return tensor
 
+    def begin_sum_over_world(self, tensor: Tensor) -> dist.Work | None:
+        """As :meth:`sum_over_world`, begun; None where there is nothing to wait for."""
+        return dist.all_reduce(tensor, async_op=True) if self.world > 1 else None
+
+    @property
+    def all_alike(self) -> bool:
+        """Whether all ranks are neighbours on the tensor axis: what they compute whole, they all have."""
+        return self.world == self.strategy.tensor
+
     def max_over_world(self, tensor: Tensor) -> Tensor:
         """In place: the maximum over every rank."""
         if self.world > 1:

@@ -127,14 +127,18 @@ class GradientSync:
     def _due_with(self, bucket: Bucket) -> frozenset[str]:
         return self.later.intersection(bucket.names) or frozenset(bucket.names)
 
-    def finish_step(self) -> None:
-        """Complete the sums; afterwards ``parameters`` hold their gradients of the whole global batch."""
+    def send_rest(self) -> None:
+        """After the last backward: start the sums over the data axis that no backward started."""
         self._flush()
         if self._every:
             self._queue = [
                 i for i, bucket in enumerate(self._buckets) if any(self._has_gradient(n) for n in bucket.names)
             ]
             self._flush()
+
+    def finish_step(self) -> None:
+        """Complete the sums; afterwards ``parameters`` hold their gradients of the whole global batch."""
+        self.send_rest()
         self._remove_hooks()
         self._collect()
         self._sum_tied()

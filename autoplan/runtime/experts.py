@@ -59,6 +59,10 @@ class Apart(GradientSync):
         for part in (self._others, self._experts):
             part.before_backward(adds, last)
 
+    def send_rest(self) -> None:
+        for part in (self._others, self._experts):
+            part.send_rest()
+
     def finish_step(self) -> None:
         for part in (self._others, self._experts):
             part.finish_step()

@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.fx import GraphModule
 
@@ -184,12 +185,19 @@ class RankPart:
 
     def _step(self, loss: Tensor, micro_batches: list[MicroBatch], step: int) -> float:
         self._randomness.begin_step()
+        arriving: dist.Work | None = None
         if self.interpreter is not None and self.sync is not None and self.mesh.at is not None:
             try:
                 self.sync.begin_step()
                 micro_batches = self._with_totals(micro_batches)
                 contribution = self.interpreter.run(self._actions(len(micro_batches)), micro_batches, step=step)
                 WATCH.main.mark("gradient synchronisation", stage=self.mesh.at.pipeline)
+                if self.mesh.at.tensor == 0 or self.mesh.all_alike:  # the others hold the same loss
+                    loss = contribution
+                # The losses are on their way while gradients arrive; behind the last of these, in one order everywhere.
+                self.sync.send_rest()
+                if not self.mesh.all_alike:
+                    arriving = self.mesh.begin_sum_over_world(loss)
                 self.sync.finish_step()
             except RankFault:
                 raise
@@ -202,10 +210,12 @@ class RankPart:
                     micro_batch=None,
                     action="gradient synchronisation",
                 ) from error
-            if self.mesh.at.tensor == 0:  # the others hold the same loss
-                loss = contribution
-        with WAITS.during("loss"):
-            return float(self.mesh.sum_over_world(loss).item())
+        else:
+            arriving = self.mesh.begin_sum_over_world(loss)
+        if arriving is not None:
+            with WAITS.during("loss"):
+                arriving.wait()
+        return float(loss.item())
 
     def _actions(self, micro_batches: int) -> schedules.Actions:
         """This rank's list, from lists that are proven to end."""
