@@ -23,6 +23,8 @@ from autoplan.export.expressions import expression
 from autoplan.passes.graph_facts import GraphFacts
 
 WIDTH = 112
+_ROOM = 24  # for a name and a sign in front of an expression
+_MOST = 0.5  # of the user's line, to stand beside a statement
 SHARED = -1  # the group of what comes before all layers
 
 
@@ -105,7 +107,7 @@ class Functions:
         lines = body.lines(outputs, cores)
         return Function(
             name=name,
-            summary=group.label,
+            summary=f"{group.label}: lines of {body.file}." if body.file else f"{group.label}.",
             inputs=tuple((body.names[node], type_of(node)) for node in inputs),
             returns=tuple(type_of(node) for node in outputs),
             body=tuple(lines),
@@ -168,8 +170,12 @@ class _Body:
 
     def __init__(self, group: Group, inputs: Sequence[Node], facts: GraphFacts) -> None:
         self._group, self._facts = group, facts
+        self._writes = any(map(facts.writes, group.nodes))
         self._taken: set[str] = {"p"}
         self.names: dict[Node, str] = {}
+        self._inside: set[Node] = set()  # those whose name is an expression
+        files = [os.path.basename(frame[0]) for node in group.nodes if (frame := _frame(node))]
+        self.file = max(dict.fromkeys(files), key=files.count, default="")
         for node in inputs:
             self.names[node] = _identifier(pretty(node), self._taken)
 
@@ -178,16 +184,24 @@ class _Body:
         shown = ""
         kept = {*outputs, *(node for call in cores.values() for node in (*call.inputs, *call.outputs))}
         for run in self._runs():
-            line = _user_line(run[0])
-            if line and line != shown:
-                answer.append(f"    # {line}"[: WIDTH + 8].rstrip())
-            shown = line
             core = cores.get(run[0])
             statements = self._statements(run, kept) if run[0] not in self._group.core else self._recomputed(core)
+            line = self._comment(run[0])
+            if line and line != shown and statements:
+                statements = _commented(statements, line)
+                shown = line
             answer.extend(f"    {statement}" for statement in statements)
         if outputs:
-            answer.append(f"    return {', '.join(self.names[node] for node in outputs)}")
+            answer = _returning(answer, [self.names[node] for node in outputs])
         return answer
+
+    def _comment(self, node: Node) -> str:
+        """The user's line behind its number, and behind the file where that is not the one most lines are from."""
+        frame = _frame(node)
+        if frame is None:
+            return ""
+        file = os.path.basename(frame[0])
+        return f"{'' if file == self.file else f'{file} '}{frame[1]}: {_source(node)}"
 
     def _runs(self) -> list[list[Node]]:
         """Neighbours that one line of the user's makes."""
@@ -202,19 +216,42 @@ class _Body:
         return runs
 
     def _statements(self, run: list[Node], kept: set[Node]) -> list[str]:
-        statements = []
+        statements: list[str] = []
         inside = set(run)
         for node in run:
             self.names |= {n: _read(n, self._group.prefix) for n in node.all_input_nodes if n.op == "get_attr"}
+            if self._is_its_operand(node):
+                self.names[node] = self.names[node.all_input_nodes[0]]
+                continue
             text = expression(node, self.names)
-            if node not in kept and self._may_stand_inside(node, inside) and len(text) < WIDTH // 2:
+            while len(text) > WIDTH - len(pretty(node)) and (longest := self._longest_inside(node)):
+                statements += self._named(longest, self.names[longest])
+                text = expression(node, self.names)
+            if node not in kept and self._may_stand_inside(node, inside):
                 self.names[node] = text
+                self._inside.add(node)
             elif not node.users:
                 statements.append(text)
             else:
-                self.names[node] = _identifier(pretty(node), self._taken)
-                statements += _wrapped(f"{self.names[node]} = {text}")
+                statements += self._named(node, text)
         return statements
+
+    def _named(self, node: Node, text: str) -> list[str]:
+        self._inside.discard(node)
+        self.names[node] = _identifier(pretty(node), self._taken)
+        return _wrapped(f"{self.names[node]} = {text}")
+
+    def _longest_inside(self, node: Node) -> Node | None:
+        """Of the operands that are expressions, the longest, unless a name would be no shorter."""
+        found = [n for n in node.all_input_nodes if n in self._inside and len(self.names[n]) > _ROOM]
+        return max(found, key=lambda n: len(self.names[n]), default=None)
+
+    def _is_its_operand(self, node: Node) -> bool:
+        """Whether the value is the operand's own: times one, plus nothing, or another name, where nothing is written
+        in place."""
+        if self._writes or node in self._group.core or not node.args or not isinstance(node.args[0], Node):
+            return False
+        return node.target is torch.ops.aten.alias.default or _changes_nothing(node)
 
     def _recomputed(self, core: Call | None) -> list[str]:
         assert core is not None
@@ -231,6 +268,36 @@ class _Body:
         between = self._group.nodes[self._group.nodes.index(node) + 1 : self._group.nodes.index(users[0])]
         facts = self._facts
         return not facts.is_random(node) and not facts.writes(node) and not any(map(facts.writes, between))
+
+
+def _returning(lines: list[str], names: list[str]) -> list[str]:
+    """``lines`` and the return of ``names``: of what the last line computes, where that is all."""
+    assigned = f"    {names[0]} = "
+    if len(names) == 1 and lines and lines[-1].startswith(assigned):
+        return [*lines[:-1], f"    return {lines[-1].removeprefix(assigned)}"]
+    return [*lines, f"    return {', '.join(names)}"]
+
+
+def _changes_nothing(node: Node) -> bool:
+    """Times or divided by one; plus or minus the whole number 0 (a float's -0.0 would change)."""
+    if len(node.args) != 2 or node.kwargs or isinstance(node.args[1], Node | bool):
+        return False
+    value, operand = (each.meta.get("val") for each in (node, node.all_input_nodes[0]))
+    if not isinstance(value, Tensor) or not isinstance(operand, Tensor) or value.dtype != operand.dtype:
+        return False
+    neutral = node.args[1]
+    if node.target in (torch.ops.aten.mul.Tensor, torch.ops.aten.div.Tensor):
+        return bool(neutral == 1)
+    whole = not value.is_floating_point() and not value.is_complex()
+    return node.target in (torch.ops.aten.add.Tensor, torch.ops.aten.sub.Tensor) and whole and bool(neutral == 0)
+
+
+def _commented(statements: list[str], line: str) -> list[str]:
+    """``statements`` with the user's line beside the first, where there is room for most of it, else above."""
+    room = WIDTH - len(statements[-1])
+    if len(statements) == 1 and "\n" not in statements[0] and room >= _MOST * len(line):
+        return [f"{statements[0]}  # {line if len(line) <= room else f'{line[: room - 3].rstrip()}...'}"]
+    return [f"# {line}"[: WIDTH + 4].rstrip(), *statements]
 
 
 _ASSIGNED = re.compile(r"^([A-Za-z_]\w*)\s*=[^=]")
@@ -304,8 +371,12 @@ def groups(
 
 def _places(nodes: list[Node], layer_of: Mapping[str, int], layers: range, facts: GraphFacts) -> dict[Node, int]:
     place: dict[Node, int] = {}
+    tables = _tables(nodes, layer_of, facts)
     for node in nodes:
-        own = layer_of.get(node.name)
+        own = SHARED if node in tables else layer_of.get(node.name)
+        if own == SHARED:
+            place[node] = SHARED
+            continue
         if own is not None and own in layers:
             place[node] = own
             continue
@@ -318,6 +389,26 @@ def _places(nodes: list[Node], layer_of: Mapping[str, int], layers: range, facts
         if layer_of.get(node.name) not in layers and prepares and node.all_input_nodes:
             place[node] = min((place[user] for user in node.users if user in place), default=place[node])
     return place
+
+
+def _tables(nodes: list[Node], layer_of: Mapping[str, int], facts: GraphFacts) -> set[Node]:
+    """What depends on no parameter and no stage before, and other layers use: positions, rotary tables, masks."""
+    free: set[Node] = set()
+    for node in nodes:
+        known = all(n in free or n.op == "get_attr" or _of_batch(n) for n in node.all_input_nodes)
+        reads = any(n.op == "get_attr" and _is_parameter(n, facts) for n in node.all_input_nodes)
+        if known and not reads and not facts.is_random(node) and not facts.writes(node):
+            free.add(node)
+    found: set[Node] = set()
+    for node in reversed(nodes):
+        own = layer_of.get(node.name, SHARED)
+        if node in free and any(user in found or layer_of.get(user.name, own) != own for user in node.users):
+            found.add(node)
+    return found
+
+
+def _of_batch(node: Node) -> bool:
+    return node.op == "placeholder" and not node.name.startswith("loss_total_")
 
 
 def _is_parameter(node: Node, facts: GraphFacts) -> bool:

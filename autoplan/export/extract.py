@@ -26,10 +26,21 @@ def extract(source: str, wanted: Collection[str]) -> str:
         waiting.extend(each.id for each in ast.walk(definitions[name]) if isinstance(each, ast.Name))
     kept = [node for node in tree.body if needed & set(_defines(node))]
     lines = source.splitlines()
-    parts = [f'"""{docstring}"""', "from __future__ import annotations", _import_block(imports, needed)]
+    future = [line for line in lines if line == "from __future__ import annotations"]
+    parts = [f'"""{docstring}"""', *future, _import_block(imports, needed)]
     for node in dict.fromkeys(kept):
         parts.append("\n".join(lines[_start(node) - 1 : node.end_lineno]))
     return _spaced(parts)
+
+
+def with_class(source: str, name: str, other: str) -> str:
+    """``source`` with the class ``name`` of ``other`` in place of its own."""
+    spans = []
+    for text in (source, other):
+        node = next(node for node in ast.parse(text).body if isinstance(node, ast.ClassDef) and node.name == name)
+        spans.append((text.splitlines(), _start(node) - 1, node.end_lineno))
+    (lines, first, end), (others, start, stop) = spans
+    return "\n".join([*lines[:first], *others[start:stop], *lines[end:]]) + "\n"
 
 
 def _defines(node: ast.stmt) -> list[str]:
@@ -80,5 +91,11 @@ def _spaced(parts: list[str]) -> str:
         large = part.lstrip("@").startswith(("def ", "class ")) or part.startswith("@")
         before = parts[index - 1] if index else ""
         after_large = before.startswith(("def ", "class ", "@"))
-        text += ("" if not index else "\n\n\n" if large or after_large else "\n\n") + part
+        together = "\n" if _one_line(part) and _one_line(before) else "\n\n"
+        text += ("" if not index else "\n\n\n" if large or after_large else together) + part
     return text.strip() + "\n"
+
+
+def _one_line(part: str) -> bool:
+    """Whether it is a constant of one line."""
+    return "\n" not in part and not part.startswith(("import ", "from ", '"'))

@@ -30,14 +30,13 @@ from torch.fx import Node
 from autoplan.capture import Capture, InputSpec
 from autoplan.errors import AutoplanError, StrategyError
 from autoplan.export.blocks import Function, Functions, Group, groups
-from autoplan.export.extract import extract, reads
+from autoplan.export.extract import extract, reads, with_class
 from autoplan.export.stages import StageText, stage_text
-from autoplan.export.tables import Entry, specs_source, values_source
+from autoplan.export.tables import Entry, chain_source, specs_source, stages_source, values_source
 from autoplan.export.texts import (
     INTERLEAVED,
     NEVER_SPLIT,
     ONE_STAGE,
-    StageFunction,
     batch_function_text,
     distinct_stages,
     function_text,
@@ -54,6 +53,7 @@ from autoplan.sharding.placements import Copied, Shard
 _SOURCES = Path(__file__).with_name("emitted")
 _GRADIENTS = {0: "replicated.py", 1: "sharded.py", 2: "sharded.py", 3: "gathered.py"}
 _FROM_PARALLEL = ("DEVICE", "Input", "Parameters", "Spec", "Split", "Stage", "Value", "recomputed")
+_SLICES = ("gather_from_axis", "scatter_to_axis", "gather_for_axis", "scatter_sum_to_axis", "slice_for_axis")
 _WARM_UPS = {
     "gpipe": "MICRO_BATCHES",  # all forwards first
     "1f1b": "min(MICRO_BATCHES, PIPELINE - rank)",
@@ -119,24 +119,44 @@ class Emission:
 
     def write(self, directory: Path) -> None:
         zero = self._plan.strategy.zero_stage if self._plan.strategy.data > 1 else 0
-        gradients = _template(_GRADIENTS[zero])
-        if zero == 2:
-            gradients = gradients.replace("EVERY_BACKWARD = False", "EVERY_BACKWARD = True")
+        gradients = _without(_template(_GRADIENTS[zero]), ["LAST" if zero == 2 else "EVERY"])
         files = {"model.py": self.model(), "gradients.py": gradients}
         files["program.py"] = self._program()
         files["train.py"] = _template("train.py")
         if called := self._called():
-            files["collectives.py"] = extract(_template("collectives.py"), called)
+            files["collectives.py"] = extract(self._slicing(_template("collectives.py")), called)
         used = set[str]().union(*map(reads, files.values()))
-        files["parallel.py"] = extract(_template("parallel.py"), used)
+        parallel = self._slicing(_template("parallel.py"))
+        if self._is_chain:
+            for name in ("Value", "Pipeline"):
+                parallel = with_class(parallel, name, _template("chain.py"))
+        files["parallel.py"] = extract(parallel, used)
         for name, text in files.items():
             (directory / name).write_text(text, encoding="utf-8")
         self._save_tensors(directory)
+
+    def _slicing(self, text: str) -> str:
+        """``text`` without slices of packed dimensions, where the plan has none."""
+        texts = [
+            node.args[3:] or node.kwargs for node in self._nodes if getattr(node.target, "__name__", "") in _SLICES
+        ]
+        split = [p for p in self._graphs.placements.values() if isinstance(p, Shard)]
+        if any(map(bool, texts)) or any(p.parts or p.block for p in split):
+            return _without(text, ["WHOLE"])
+        return _without(text, ["PACKED"]).replace(", parts: Sequence[int] = (), block: int = 0", "")
+
+    @cached_property
+    def _is_chain(self) -> bool:
+        """Whether each stage sends one value to the next, which gives its gradient back."""
+        ends = [(value.source, value.destinations) for value in self._values]
+        alike = all(value.differentiable and value.order == tuple(range(len(value.order))) for value in self._values)
+        return alike and ends == [(s, (s + 1,)) for s in range(len(self._graphs.stages) - 1)]
 
     def _program(self) -> str:
         """program.py without what this plan has no use for."""
         text = _template("program.py")
         needless = {"TIED": not self._ownership.tied, "ALIASES": not self._aliases, "RANDOM": not self._random()}
+        needless |= {"WEIGHED": self._graphs.weights is None, "CHAIN": not self._is_chain, "BRANCHES": self._is_chain}
         summed = any(isinstance(placement, Copied) for placement in self._graphs.placements.values())
         return _without(text, [*(name for name, absent in needless.items() if absent), *([] if summed else ["SUMMED"])])
 
@@ -152,9 +172,9 @@ class Emission:
             *(function_text(function, self._gathers(function)) for function in self._functions.by_key.values()),
             *weights,
             *(stage.source for stage in stages.values()),
-            self._tables(),
+            self._tables(texts),
             self._schedule(),
-            self._stage_table(texts, stages),
+            stages_source([(stages[text.body].name, text.ranges) for text in texts]),
         ]
         text = "\n\n\n".join(parts)
         return f"{self._header(text)}\n\n\n{text}\n"
@@ -238,10 +258,9 @@ class Emission:
             "Blocks are functions of `p`, their parameters by name; comments are the model's own lines.",
             '"""',
             "",
-            "from __future__ import annotations",
-            "",
             *(["import itertools"] if "itertools" in words else []),
             *used("collections.abc", ("Iterator", "Mapping", "Sequence")),
+            *used("itertools", ("chain",)),
             "",
             "import torch",
             *(["import torch.nn.functional as F"] if "F" in words else []),
@@ -275,7 +294,7 @@ class Emission:
         facts = [GraphFacts(stage.graph_module.graph, stage.graph_module) for stage in self._graphs.stages]
         return any(each.is_random(node) for each in facts for node in each.order)
 
-    def _tables(self) -> str:
+    def _tables(self, texts: Sequence[StageText]) -> str:
         entries = [*self._parameter_entries(), *self._buffer_entries()]
         tied = tuple(self._ownership.tied.items())
         totals = [node for node in self._nodes if node.op == "placeholder" and node.name.startswith("loss_total_")]
@@ -285,13 +304,13 @@ class Emission:
             *(f'    "{spec.placeholder}": {_input(spec, self._capture)},' for spec in self._capture.inputs),
             "}",
             f"LOSS_TOTALS = ({''.join(f'{dtypes[name]}, ' for name in sorted(dtypes)).rstrip()})",
-            *values_source(self._values),
+            *(chain_source(self._values) if self._is_chain else values_source(self._values)),
         ]
         if self._aliases:
             lines.append(f"ALIASES = {_mapping(self._aliases)}  # tied parameters by the name that they are kept under")
         if tied:
             lines.append(f"TIED = {_pairs(tied)}  # held by several stages")
-        return "\n".join(lines) + "\n\n\n" + specs_source(entries, len(self._graphs.stages))
+        return "\n".join(lines) + "\n\n\n" + specs_source(entries, [text.ranges for text in texts])
 
     def _schedule(self) -> str:
         """``actions(rank)``: an alternation for one stage a rank, the whole order where a rank holds several."""
@@ -310,7 +329,16 @@ class Emission:
                 text += ", summed=True"
             if not parameter.requires_grad:
                 text += ", trainable=False"
-            yield Entry(name=name, text=text, stages=self._ownership.holders[name])
+            yield Entry(name=name, text=text, stages=self._holders.get(name, (0,)))  # an unused one rides along
+
+    @cached_property
+    def _holders(self) -> dict[str, tuple[int, ...]]:
+        """The stages that hold each parameter, by the first of its tied group's names."""
+        found: dict[str, dict[int, None]] = {}
+        for stage in self._graphs.stages:
+            for name in stage.parameters:
+                found.setdefault(self._ownership.canonical[name], {})[stage.index] = None
+        return {name: tuple(stages) for name, stages in found.items()}
 
     def _buffer_entries(self) -> Iterator[Entry]:
         for name, value in self._buffers().items():
@@ -321,14 +349,6 @@ class Emission:
         names = dict.fromkeys(name for stage in self._graphs.stages for name in stage.buffers)
         module = self._capture.graph_module
         return {name: _attribute(module, name) for name in names}
-
-    def _stage_table(self, texts: Sequence[StageText], stages: Mapping[tuple[str, ...], StageFunction]) -> str:
-        rows = []
-        for text in texts:
-            ranges = ", ".join(f"({first}, {end})" for first, end in text.ranges)
-            layers = f", ({ranges}{',' if len(text.ranges) == 1 else ''})" if text.ranges else ""
-            rows.append(f"    Stage({stages[text.body].name}{layers}),")
-        return "\n".join(["STAGES = [", *rows, "]"])
 
     def _save_tensors(self, directory: Path) -> None:
         buffers = {name: value.detach().cpu().clone() for name, value in self._buffers().items()}

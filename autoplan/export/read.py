@@ -15,6 +15,8 @@ _SIGNS = (
     ("megatron", "--tensor-model-parallel-size"),
     ("megatron", "--pipeline-model-parallel-size"),
     ("torchtitan", "config.parallelism."),
+    ("torchtitan", "[parallelism]"),
+    ("torchtitan", "data_parallel_shard_degree ="),
     ("fsdp2", "fully_shard"),
     ("accelerate", "compute_environment"),
     ("accelerate", "distributed_type"),

@@ -61,7 +61,7 @@ class _Writer:
         nodes = list(self._stage.graph_module.graph.nodes)
         for node in nodes:
             if node.op == "placeholder" and node.name in {value.name for value in self._stage.receives}:
-                self._names[node] = self._name(node)
+                self._names[node] = self._called_free("received")
                 self.received[node.name] = self._names[node]
             elif node.op == "placeholder":
                 self._names[node] = f'batch["{node.name}"]'
@@ -73,11 +73,15 @@ class _Writer:
                 answer += self._loop(run, index)
         output = nodes[-1].args[0]
         results = output if isinstance(output, list | tuple) else (output,)
-        answer.append(f"    return ({''.join(f'{self._names[node]}, ' for node in results).rstrip()})")
-        return answer
+        only = f"    {self._names[results[0]]} = "
+        if len(results) == 1 and answer and answer[-1].startswith(only):  # what the last line computes, and no more
+            return [*answer[:-1], f"    return ({answer[-1].removeprefix(only)},)"]
+        return [*answer, f"    return ({''.join(f'{self._names[node]}, ' for node in results).rstrip()})"]
 
     def _name(self, node: Node) -> str:
-        wanted = re.sub(r"\W", "_", pretty(node))
+        return self._called_free(re.sub(r"\W", "_", pretty(node)))
+
+    def _called_free(self, wanted: str) -> str:
         name, count = wanted, 2
         while name in self._taken:
             name, count = f"{wanted}_{count}", count + 1
@@ -108,13 +112,13 @@ class _Writer:
         names = [self._name(node) for node in last.outputs]
         for position, output in carried.items():
             node = first.inputs[position]
-            if node.op != "placeholder" and all(user in first.nodes for user in node.users):
+            if self._names[node].isidentifier() and all(user in first.nodes for user in node.users):
                 self._taken.discard(names[output])
                 names[output] = self._names[node]
             else:
                 answer.append(f"    {names[output]} = {self._names[node]}")
         given = [names[carried[i]] if i in carried else self._names[node] for i, node in enumerate(first.inputs)]
-        answer.append(f"    for i in range(*layers_{len(self.ranges)}):")
+        answer.append(f"    for i in layers_{len(self.ranges)}:")
         within = f'p.of(f"{run.before}{{i}}{run.after}")'
         answer += self._called("        ", first, names, [within, *given])
         self._names |= dict(zip(last.outputs, names, strict=True))

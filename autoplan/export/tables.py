@@ -1,4 +1,4 @@
-"""``specs(stage)``: every parameter and buffer of a stage, numbered names in loops so that the text does not grow."""
+"""``specs(stage)`` and ``STAGES``: numbered names and like stages in loops, so that the text does not grow."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
-from autoplan.export.blocks import WIDTH
+from autoplan.export.blocks import WIDTH, bracketed
 from autoplan.passes.split_stages import Value
 
 K = TypeVar("K")
@@ -31,25 +31,76 @@ class _Pattern:
     text: str
 
 
-def specs_source(entries: Sequence[Entry], stages: int) -> str:
-    """The function ``specs`` and the tables that it reads."""
+def specs_source(entries: Sequence[Entry], loops: Sequence[Sequence[tuple[int, int]]]) -> str:
+    """The function ``specs`` and the tables that it reads. ``loops``: those of each stage, as in ``STAGES``."""
+    stages = len(loops)
     single, numbered = _sorted(entries)
-    tables: dict[tuple[tuple[int, ...], ...], str] = {}
+    looped = tuple(tuple(n for first, end in ranges for n in range(first, end)) for ranges in loops)
+    tables: dict[tuple[tuple[int, ...], ...], str] = {looped: "STAGES"}
     lines = [
         "def specs(stage: int) -> Iterator[Spec]:",
         '    """Every parameter and buffer of a stage: its name in the model, its whole shape, how it is split."""',
     ]
     for held, group in _together((entry.stages, entry) for entry in single):
-        lines.append(f"    if stage in {_tuple(held)}:")
-        lines += [_spec(f'"{entry.name}"', entry.text) for entry in group]
+        lines += _where(held, stages)
+        indent = " " * (4 if len(held) == stages else 8)
+        lines += [line for entry in group for line in _spec(indent, f'"{entry.name}"', entry.text)]
     by_numbers = [(_numbers_of(numbers, stages), pattern) for pattern, numbers in numbered.items()]
     for table, patterns in _together(by_numbers):
-        name = tables.setdefault(table, f"NUMBERS_{len(tables) + 1}" if len(tables) else "NUMBERS")
-        lines.append(f"    for i in {name}[stage]:")
-        lines += [_spec(f'f"{p.before}{{i}}{p.after}"', p.text) for p in patterns]
+        name = tables.setdefault(table, f"NUMBERS_{len(tables)}" if len(tables) > 1 else "NUMBERS")
+        numbers = "chain(*STAGES[stage].layers)" if name == "STAGES" else f"{name}[stage]"
+        lines.append(f"    for i in {numbers}:")
+        lines += [line for p in patterns for line in _spec(" " * 8, f'f"{p.before}{{i}}{p.after}"', p.text)]
     if len(lines) == 2:
         lines.append("    yield from ()")
+    del tables[looped]
     return "\n\n\n".join([*(_table(name, table) for table, name in tables.items()), "\n".join(lines)])
+
+
+def _where(held: tuple[int, ...], stages: int) -> list[str]:
+    """The line in front of what the stages ``held`` hold; none where all do."""
+    if len(held) == stages:
+        return []
+    if len(held) == 1:
+        return [f"    if stage == {held[0]}:"]
+    if len(held) > 3 and held == tuple(range(held[0], held[-1] + 1)):
+        return [f"    if {held[0]} <= stage <= {held[-1]}:"]
+    return bracketed("    if stage in (", [*map(str, held)], "):", WIDTH + 8)
+
+
+def stages_source(stages: Sequence[tuple[str, tuple[tuple[int, int], ...]]]) -> str:
+    """``STAGES``: the function and the loops of each; neighbours that hold as many layers each in one line."""
+    rows: list[str] = []
+    at = 0
+    while at < len(stages):
+        count = _like(stages[at:])
+        name, loops = stages[at]
+        if count > 2:
+            first, end = loops[0]
+            each = end - first
+            span = f"range({first}, {first + count * each}{f', {each}' if each > 1 else ''})"
+            rows.append(f"    *(Stage({name}, (range(a, a + {each}),)) for a in {span}),")
+        else:
+            count = 1
+            ranges = ", ".join(f"range({first}, {end})" for first, end in loops)
+            held = f", ({ranges}{',' if len(loops) == 1 else ''})" if loops else ""
+            rows.append(f"    Stage({name}{held}),")
+        at += count
+    return "\n".join(["STAGES = [", *rows, "]"])
+
+
+def _like(stages: Sequence[tuple[str, tuple[tuple[int, int], ...]]]) -> int:
+    """How many of the first stages have one function and one loop, over as many layers, that follow one another."""
+    name, loops = stages[0]
+    if len(loops) != 1:
+        return 1
+    (first, end), count = loops[0], 1
+    while count < len(stages):
+        start = first + count * (end - first)
+        if stages[count] != (name, ((start, start + end - first),)):
+            break
+        count += 1
+    return count
 
 
 def values_source(values: Sequence[Value]) -> list[str]:
@@ -61,6 +112,14 @@ def values_source(values: Sequence[Value]) -> list[str]:
     if len(values) > 2 and chain and len(alike) == 1:
         return [f"VALUES = [{comment}", f"    {alike.pop()} for s in range({len(values)})", "]"]
     return [f"VALUES: list[Value] = [{comment}", *(f"    {row}," for row in rows), "]"]
+
+
+def chain_source(values: Sequence[Value]) -> list[str]:
+    """``VALUES`` of stages in a row; alike ones once."""
+    rows = [f"Value({value.sizes}, {value.dtype})" for value in values]
+    if rows and len(set(rows)) == 1:
+        return [f"VALUES = [{rows[0]}] * {len(rows)}  # what each stage sends to the next"]
+    return ["VALUES: list[Value] = [  # what each stage sends to the next", *(f"    {row}," for row in rows), "]"]
 
 
 def _value(value: Value, name: str, source: str, readers: str) -> str:
@@ -113,6 +172,8 @@ def _tuple(numbers: Sequence[int]) -> str:
     return f"({numbers[0]},)" if len(numbers) == 1 else f"({', '.join(map(str, numbers))})"
 
 
-def _spec(name: str, text: str) -> str:
-    line = f"        yield Spec({name}, {text})"
-    return line if len(line) <= WIDTH + 8 else f"        yield Spec(\n            {name}, {text}\n        )"
+def _spec(indent: str, name: str, text: str) -> list[str]:
+    line = f"{indent}yield Spec({name}, {text})"
+    if len(line) <= WIDTH + 8:
+        return [line]
+    return [f"{indent}yield Spec(", f"{indent}    {name}, {text}", f"{indent})"]

@@ -31,19 +31,14 @@ def actions(rank: int) -> list[tuple[int, str, int]]:
     in groups of PIPELINE, each group through all of the rank's CHUNKS stages; forwards to warm up, then one of each in
     turn. A count that is no multiple of PIPELINE leaves the first micro-batches of the next one out."""
     missing = -MICRO_BATCHES % PIPELINE
-    order = [
-        (chunk, m)
-        for first in range(0, MICRO_BATCHES + missing, PIPELINE)
-        for chunk in range(CHUNKS)
-        for m in range(first, first + PIPELINE)
-    ]
+    firsts = range(0, MICRO_BATCHES + missing, PIPELINE)
+    order = [(chunk, m) for first in firsts for chunk in range(CHUNKS) for m in range(first, first + PIPELINE)]
     forwards = [(chunk * PIPELINE + rank, "F", m - missing) for chunk, m in order]
     backwards = [((CHUNKS - 1 - chunk) * PIPELINE + rank, "B", m - missing) for chunk, m in order]
     warm_up = min(len(order), 2 * (PIPELINE - 1 - rank) + (CHUNKS - 1) * PIPELINE + 1)
     whole = forwards[:warm_up]
     for index, backward in enumerate(backwards):
-        whole.append(backward)
-        whole += forwards[warm_up + index : warm_up + index + 1]
+        whole += [backward, *forwards[warm_up + index : warm_up + index + 1]]
     return [action for action in whole if action[2] >= 0]'''
 
 
@@ -78,14 +73,14 @@ def batch_function_text(function: Function, placeholders: Sequence[str]) -> str:
         for (name, _), placeholder in zip(function.inputs, placeholders, strict=True)
     ]
     *body, last = function.body
-    results = last.removeprefix("    return ")
+    results, _, comment = last.removeprefix("    return ").partition("  # ")
     return "\n".join(
         [
             "def loss_weights(batch: Mapping[str, Tensor]) -> tuple[Tensor, ...]:",
             '    """What each mean of the loss counts in this part of the batch."""',
             *unpacked,
             *body,
-            f"    return ({results},)",
+            f"    return ({results},)" + (f"  # {comment}" if comment else ""),
         ]
     )
 
@@ -111,7 +106,7 @@ def _stage_name(index: int, stages: int, taken: set[str]) -> str:
 
 def _stage_source(name: str, text: StageText, held: Sequence[int]) -> str:
     arguments = ["p: Parameters", "batch: Mapping[str, Tensor]"]
-    arguments += [f"layers_{number + 1}: tuple[int, int]" for number in range(len(text.ranges))]
+    arguments += [f"layers_{number + 1}: range" for number in range(len(text.ranges))]
     arguments += [f"{received}: Tensor" for received in text.received]
     stages = f"Stage {held[0]}" if len(held) == 1 else f"Stages {held[0]} to {held[-1]}"
     return "\n".join(

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 import autoplan
 from autoplan.capture import gather_inputs
 from autoplan.errors import AutoplanError
+from autoplan.export import emit_model
 from autoplan.verification.precision import float64_throughout
 from tests.support import branching_models, models
 from tests.support.processes import run_ranks
@@ -245,6 +246,27 @@ def test_its_size_does_not_grow_with_equal_layers(tmp_path: Path) -> None:
     assert [len((folder / "model.py").read_text().splitlines()) for folder in (few, many)] == [
         len((few / "model.py").read_text().splitlines())
     ] * 2
+
+
+def lines_of(folder: Path) -> int:
+    return sum(len(path.read_text().splitlines()) for path in folder.glob("*.py"))
+
+
+# Of every part that a plan of several machines has: interleaved stages, sequence parallelism, ZeRO-1, full recompute.
+WHOLE_PLAN = {"data": 2, "tensor": 2, "pipeline": 2, "zero_stage": 1, "sequence_parallel": True, "recompute": "full"}
+WHOLE_PLAN |= {"schedule": "interleaved", "virtual_stages": 2, "micro_batch_size": 1}
+
+
+def test_a_program_of_every_axis_is_under_800_lines(tmp_path: Path) -> None:
+    assert lines_of(emitted(tmp_path, 8, WHOLE_PLAN)) < 800
+
+
+@pytest.mark.wide
+@pytest.mark.parametrize(("gpus", "strategy"), [("2048x8xH100", {}), ("32x8xH100", {"tensor": 8, "pipeline": 16})])
+def test_llama_405b_is_under_800_lines(gpus: str, strategy: dict[str, Any], tmp_path: Path) -> None:
+    plan = autoplan.plan("llama3.1-405b", gpus=gpus, global_batch=2048, strategy=strategy)
+
+    assert lines_of(emit_model("llama3.1-405b", plan, tmp_path / "emitted")) < 800
 
 
 def test_functions_bear_the_users_names_and_lines(tmp_path: Path) -> None:

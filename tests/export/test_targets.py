@@ -267,3 +267,68 @@ def test_plans_like_a_tool_can_be_exported_to_it(name: str) -> None:
     asked = problem(layers, cluster(gpus=8), forced=dict(LIKE[name]))
 
     assert TARGETS[target].export(search(asked)).files
+
+
+# ------------------------------------------------------------------------------------- files as people have them
+
+TORCHTITAN_TOML = """
+[model]
+name = "llama3"
+flavor = "8B"
+
+[training]
+local_batch_size = 2
+seq_len = 8192
+compile = false
+
+[parallelism]
+data_parallel_replicate_degree = 1
+data_parallel_shard_degree = 4
+tensor_parallel_degree = 2
+
+[activation_checkpoint]
+mode = "selective"
+selective_ac_option = "op"
+"""
+
+MEGATRON_SCRIPT = """#!/bin/bash
+export CUDA_DEVICE_MAX_CONNECTIONS=1
+GPUS_PER_NODE=8
+NUM_NODES=${NUM_NODES:-2}
+TP_SIZE=4     # inside a node
+PP_SIZE="2"
+DISTRIBUTED_ARGS=(
+    --nproc_per_node $GPUS_PER_NODE
+    --nnodes $NUM_NODES
+)
+MODEL_PARALLEL_ARGS=(
+    --tensor-model-parallel-size ${TP_SIZE}
+    --pipeline-model-parallel-size ${PP_SIZE}
+    --sequence-parallel
+    --use-distributed-optimizer
+)
+torchrun ${DISTRIBUTED_ARGS[@]} pretrain_gpt.py ${MODEL_PARALLEL_ARGS[@]} \\
+    --micro-batch-size 1 --global-batch-size 64 --bf16
+"""
+
+
+def test_the_toml_of_an_earlier_torchtitan_is_read(tmp_path: Path) -> None:
+    (tmp_path / "llama3_8b.toml").write_text(TORCHTITAN_TOML)
+
+    found = read_file(tmp_path / "llama3_8b.toml", None)
+
+    assert found.tool == "torchtitan"
+    assert found.imported.seq == 8192
+    wanted = {"data": 4, "tensor": 2, "pipeline": 1, "zero_stage": 3, "micro_batch_size": 2, "recompute": "selective"}
+    assert wanted.items() <= found.imported.strategy.items()
+
+
+def test_variables_of_a_megatron_script_are_put_in(tmp_path: Path) -> None:
+    (tmp_path / "train.sh").write_text(MEGATRON_SCRIPT)
+
+    found = read_file(tmp_path / "train.sh", None)
+
+    assert found.tool == "megatron"
+    assert (found.imported.gpus, found.imported.global_batch, found.imported.precision) == (16, 64, "bf16")
+    wanted = {"data": 2, "tensor": 4, "pipeline": 2, "zero_stage": 1, "sequence_parallel": True}
+    assert wanted.items() <= found.imported.strategy.items()

@@ -1,11 +1,9 @@
 """What blocks call where the tensor axis splits them: collectives with the right backward.
 
 copy_to_axis and reduce_from_axis are f and g of Megatron-LM (Shoeybi et al. 2019, section 3), gather_for_axis and
-scatter_sum_to_axis what sequence parallelism has in their place (Korthikanti et al. 2022, section 4.2.2). A dimension
-may consist of ``parts`` (packed q, k, v) or of equal blocks of ``block``: each is sliced by itself.
+scatter_sum_to_axis what sequence parallelism has in their place (Korthikanti et al. 2022, section 4.2.2).
+A dimension of ``parts`` (packed q, k, v) or of equal blocks of ``block`` is sliced one by one.  # if PACKED
 """
-
-from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -33,9 +31,7 @@ class _Exchange(torch.autograd.Function):
         return ctx.back(gradient), None, None
 
 
-@torch.compiler.disable
-def _exchange(x: Tensor, there: Callable[[Tensor], Tensor], back: Callable[[Tensor], Tensor]) -> Tensor:
-    return _Exchange.apply(x, there, back)
+_exchange = torch.compiler.disable(_Exchange.apply)
 
 
 def copy_to_axis(x: Tensor) -> Tensor:
@@ -50,32 +46,37 @@ def reduce_from_axis(x: Tensor) -> Tensor:
 
 def gather_from_axis(x: Tensor, dim: int, parts: Sequence[int] = (), block: int = 0) -> Tensor:
     """The whole of a sharded value, for replicated use: all-gather forward, own slice backward."""
-    split = Split(dim, tuple(parts), block)
-    return _exchange(x, partial(_gather, split), partial(_own, split))
+    split = Split(dim, tuple(parts), block)  # if PACKED
+    return _exchange(x, partial(_gather, split), partial(_own, split))  # if PACKED
+    return _exchange(x, partial(_gather, Split(dim)), partial(_own, Split(dim)))  # if WHOLE
 
 
 def scatter_to_axis(x: Tensor, dim: int, parts: Sequence[int] = (), block: int = 0) -> Tensor:
     """This rank's slice of a replicated value: no communication forward, all-gather backward."""
-    split = Split(dim, tuple(parts), block)
-    return _exchange(x, partial(_own, split), partial(_gather, split))
+    split = Split(dim, tuple(parts), block)  # if PACKED
+    return _exchange(x, partial(_own, split), partial(_gather, split))  # if PACKED
+    return _exchange(x, partial(_own, Split(dim)), partial(_gather, Split(dim)))  # if WHOLE
 
 
 def gather_for_axis(x: Tensor, dim: int, parts: Sequence[int] = (), block: int = 0) -> Tensor:
     """The whole of a sharded value, for split operators: all-gather forward, reduce-scatter backward."""
-    split = Split(dim, tuple(parts), block)
-    return _exchange(x, partial(_gather, split), partial(_sum_slices, split))
+    split = Split(dim, tuple(parts), block)  # if PACKED
+    return _exchange(x, partial(_gather, split), partial(_sum_slices, split))  # if PACKED
+    return _exchange(x, partial(_gather, Split(dim)), partial(_sum_slices, Split(dim)))  # if WHOLE
 
 
 def scatter_sum_to_axis(x: Tensor, dim: int, parts: Sequence[int] = (), block: int = 0) -> Tensor:
     """This rank's slice of the sum of partial values: reduce-scatter forward, all-gather backward."""
-    split = Split(dim, tuple(parts), block)
-    return _exchange(x, partial(_sum_slices, split), partial(_gather, split))
+    split = Split(dim, tuple(parts), block)  # if PACKED
+    return _exchange(x, partial(_sum_slices, split), partial(_gather, split))  # if PACKED
+    return _exchange(x, partial(_sum_slices, Split(dim)), partial(_gather, Split(dim)))  # if WHOLE
 
 
 def slice_for_axis(x: Tensor, dim: int, parts: Sequence[int] = (), block: int = 0) -> Tensor:
     """This rank's slice of a value whose gradient is summed over the axis elsewhere: no communication at all."""
-    runs = x.split(Split(dim, tuple(parts), block).runs(x.shape[dim]), dim)
-    return torch.cat([run.chunk(AXIS.size, dim)[AXIS.rank] for run in runs], dim)
+    runs = x.split(Split(dim, tuple(parts), block).runs(x.shape[dim]), dim)  # if PACKED
+    return torch.cat([run.chunk(AXIS.size, dim)[AXIS.rank] for run in runs], dim)  # if PACKED
+    return x.chunk(AXIS.size, dim)[AXIS.rank]  # if WHOLE
 
 
 def expand_heads_to_axis(x: Tensor, heads: int) -> Tensor:
@@ -143,11 +144,8 @@ class _VocabularyCrossEntropy(torch.autograd.Function):
 
 @torch.compiler.disable
 def vocabulary_cross_entropy(logits: Tensor, target: Tensor, reduction: int = 1, ignore_index: int = -100) -> Tensor:
-    """Cross entropy of logits whose classes (dimension 1, or 0 of one row) are split over the axis.
-
-    ``reduction``: 1 the mean over targets that count, 2 their sum (torch's numbers). Two all-reduces of one and two
-    numbers a row forward, none backward.
-    """
+    """Cross entropy of logits whose classes (dimension 1, or 0 of one row) are split over the axis. ``reduction``: 1
+    the mean over targets that count, 2 their sum. All-reduces of one and two numbers a row forward, none backward."""
     return _VocabularyCrossEntropy.apply(logits, target, reduction == 1, ignore_index, min(1, logits.dim() - 1))
 
 

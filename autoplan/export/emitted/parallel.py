@@ -8,38 +8,38 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.checkpoint import checkpoint
 
-LOCAL_RANK = int(os.environ.get("LOCAL_RANK", "0"))
-DEVICE = torch.device("cuda", LOCAL_RANK) if torch.cuda.is_available() else torch.device("cpu")
-
+CUDA = torch.cuda.is_available()
+DEVICE = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0"))) if CUDA else torch.device("cpu")
 BUCKET_BYTES = 25 * 2**20
 
+Action = tuple[int, str, int]  # stage, "F" or "B", micro-batch
+Batch = tuple[int, Mapping[str, Tensor]]  # samples, and the inputs
 
-@dataclass(frozen=True)
-class Split:
-    """Rank t of the tensor axis holds the t-th slice along ``dim`` of every run: of the whole dimension, of ``parts``
-    that stand one behind the other (packed q, k, v), or of equal blocks of ``block``."""
+
+class Split(NamedTuple):
+    """Rank t of the tensor axis holds the t-th slice along ``dim``."""
 
     dim: int
-    parts: tuple[int, ...] = ()
-    block: int = 0
+    parts: tuple[int, ...] = ()  # one behind the other (packed q, k, v): the t-th slice of each  # if PACKED
+    block: int = 0  # long equal blocks: the t-th slice of each  # if PACKED
 
-    def runs(self, size: int) -> tuple[int, ...]:
-        return self.parts or ((self.block,) * (size // self.block) if self.block else (size,))
+    def runs(self, size: int) -> tuple[int, ...]:  # if PACKED
+        return self.parts or ((self.block,) * (size // self.block) if self.block else (size,))  # if PACKED
 
 
-@dataclass(frozen=True)
-class Spec:
+class Spec(NamedTuple):
     """A parameter (or buffer) of a stage under the model's own name, with its whole shape."""
 
     name: str
@@ -51,8 +51,7 @@ class Spec:
     summed: bool = False  # every tensor rank finds a summand of its gradient
 
 
-@dataclass(frozen=True)
-class Input:
+class Input(NamedTuple):
     """A tensor of the batch; its first dimension counts samples where ``batched``. Integers are below ``below``."""
 
     shape: tuple[int, ...]
@@ -61,17 +60,15 @@ class Input:
     below: int = 2
 
 
-@dataclass(frozen=True)
-class Stage:
+class Stage(NamedTuple):
     """``run(p, batch, *layers, *received)``: the values to send, in order, and on the last stage the loss.
-    ``layers``: for each loop of it the first layer and the one past the last."""
+    ``layers``: of each loop of it."""
 
     run: Callable[..., tuple[Tensor, ...]]
-    layers: tuple[tuple[int, int], ...] = ()
+    layers: tuple[range, ...] = ()
 
 
-@dataclass(frozen=True)
-class Value:
+class Value(NamedTuple):
     """A tensor that stage ``source`` computes and sends to ``readers``. A dimension is a * samples + b long, for its
     (a, b) in ``sizes``; ``order`` lists the dimensions from the outermost in memory to the innermost."""
 
@@ -84,7 +81,7 @@ class Value:
     differentiable: bool
 
 
-class Parameters(Mapping[str, Tensor]):
+class Parameters:
     """The tensors of one block under their names inside it; ``root`` holds all under their full names."""
 
     def __init__(self, root: Mapping[str, Tensor], prefix: str = "") -> None:
@@ -92,12 +89,6 @@ class Parameters(Mapping[str, Tensor]):
 
     def __getitem__(self, name: str) -> Tensor:
         return self.root[self.prefix + name]
-
-    def __iter__(self) -> Iterator[str]:
-        return (name[len(self.prefix) :] for name in self.root if name.startswith(self.prefix))
-
-    def __len__(self) -> int:
-        return sum(1 for _ in self)
 
     def of(self, prefix: str) -> Parameters:
         return Parameters(self.root, prefix)
@@ -108,66 +99,41 @@ def recomputed(function: Callable[..., Any], *arguments: Any) -> Any:
     return checkpoint(function, *arguments, use_reentrant=False)
 
 
-@dataclass
-class Axis:
-    """Where this rank stands on an axis of the mesh, and whom its collectives talk to."""
-
-    group: dist.ProcessGroup | None = None
-    rank: int = 0
-    size: int = 1
-
-
-TENSOR_AXIS = Axis()  # set by the mesh
+TENSOR_AXIS = SimpleNamespace(group=None, rank=0, size=1)  # where this rank stands on it: set by the mesh
 
 
 class Mesh:
-    """Where this rank stands, and its groups."""
+    """Where this rank stands, and its groups: ``tensor`` and ``data`` (None of one rank), and one a directed edge."""
 
     def __init__(self, pipeline: int, data: int, tensor: int, edges: Iterable[tuple[int, int]]) -> None:
         if not dist.is_initialized():
-            os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
-            os.environ.setdefault("MASTER_PORT", "29512")
-            rank, world = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+            alone = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29512", "RANK": "0", "WORLD_SIZE": "1"}
+            os.environ.update({name: os.environ.get(name, value) for name, value in alone.items()})
             backend = "nccl" if DEVICE.type == "cuda" else "gloo"
-            dist.init_process_group(backend, rank=rank, world_size=world, timeout=timedelta(minutes=10))
+            dist.init_process_group(backend, timeout=timedelta(minutes=10))
         if dist.get_world_size() != pipeline * data * tensor:
             raise SystemExit(f"this program runs on {pipeline * data * tensor} ranks, not {dist.get_world_size()}")
         if DEVICE.type == "cuda":
             torch.cuda.set_device(DEVICE)
-        self.degrees = (pipeline, data, tensor)
-        outer, self.tensor_rank = divmod(dist.get_rank(), tensor)
-        self.pipeline_rank, self.data_rank = divmod(outer, data)
-        # Every rank makes every group, in one order. A directed edge has its own: NCCL runs a communicator in order.
-        self.tensor = self._groups(
-            [[self.at(p, d, t) for t in range(tensor)] for p in range(pipeline) for d in range(data)]
-        )
+        self.degrees, names = (pipeline, data, tensor), ("pipeline", "data", "tensor")
+        mesh = init_device_mesh(DEVICE.type, self.degrees, mesh_dim_names=names)
+        self.pipeline_rank, self.data_rank, self.tensor_rank = map(mesh.get_local_rank, names)
+        self.data = mesh.get_group("data") if data > 1 else None
+        self.tensor = mesh.get_group("tensor") if tensor > 1 else None
         TENSOR_AXIS.group, TENSOR_AXIS.rank, TENSOR_AXIS.size = self.tensor, self.tensor_rank, tensor
-        self.data = self._groups(
-            [[self.at(p, d, t) for d in range(data)] for p in range(pipeline) for t in range(tensor)]
-        )
-        columns = [(d, t) for d in range(data) for t in range(tensor)]
+        # Every rank makes every group, in one order. A directed edge has its own: NCCL runs a communicator in order.
+        self._ranks = mesh.mesh
+        pairs = {edge: torch.stack([self._ranks[s % pipeline] for s in edge]).flatten(1).T.tolist() for edge in edges}
         self.edges = {
-            (way, a, b): self._groups([[self.at(a, d, t), self.at(b, d, t)] for d, t in columns])
-            for a, b in sorted(set(edges))
+            (way, a, b): dist.new_subgroups_by_enumeration(pairs[a, b])[0]
+            for a, b in sorted(pairs)
             if (a - b) % pipeline
             for way in ("forward", "backward")
         }
 
-    def at(self, stage: int, data: int, tensor: int) -> int:
-        """The rank that stands there."""
-        return (stage % self.degrees[0] * self.degrees[1] + data) * self.degrees[2] + tensor
-
     def peer(self, stage: int) -> int:
         """The rank of another stage with this rank's place on the other axes."""
-        return self.at(stage, self.data_rank, self.tensor_rank)
-
-    def _groups(self, all_members: list[list[int]]) -> dist.ProcessGroup | None:
-        mine = None
-        for members in all_members:
-            if len(members) > 1:
-                group = dist.new_group(members)
-                mine = group if dist.get_rank() in members else mine
-        return mine
+        return int(self._ranks[stage % len(self._ranks), self.data_rank, self.tensor_rank])
 
 
 class Pipeline:
@@ -176,9 +142,7 @@ class Pipeline:
     ``stages`` are this rank's, by their number in the model; ``values`` are all that stages send to each other.
     """
 
-    def __init__(
-        self, mesh: Mesh, stages: Mapping[int, Callable[..., Sequence[Tensor]]], values: Sequence[Value]
-    ) -> None:
+    def __init__(self, mesh: Mesh, stages: Mapping[int, Callable[..., Any]], values: Sequence[Value]) -> None:
         self.mesh, self.stages = mesh, stages
         self.receives = {stage: [value for value in values if stage in value.readers] for stage in stages}
         self.sends = {stage: [value for value in values if value.source == stage] for stage in stages}
@@ -186,48 +150,39 @@ class Pipeline:
         self._posted: list[tuple[Any, Tensor]] = []
         self._here: dict[tuple[str, str, int, int], Tensor] = {}  # between stages of this rank
 
-    def run(
-        self,
-        actions: Sequence[tuple[int, str, int]],
-        batches: Sequence[tuple[int, Mapping[str, Tensor]]],
-        before_backward: Callable[[bool], None],
-    ) -> Tensor:
+    def run(self, actions: Sequence[Action], batches: Sequence[Batch], before_backward: Callable[..., Any]) -> Tensor:
         """The sum of this rank's loss contributions. ``batches``: (samples, inputs) of each micro-batch."""
         loss = torch.zeros((), dtype=torch.float64, device=DEVICE)
         kept: dict[tuple[int, int], tuple[list[Tensor], Sequence[Tensor]]] = {}
         last = max(index for index, action in enumerate(actions) if action[1] == "B")
         for index, (stage, kind, micro_batch) in enumerate(actions):
-            if kind == "F":
-                samples, inputs = batches[micro_batch]
-                received = self._receive(stage, samples, micro_batch)
-                outputs = self.stages[stage](micro_batch, inputs, *received)
-                for value, output in zip(self.sends[stage], outputs, strict=False):
-                    for reader in value.readers:
-                        tensor = output.detach().permute(value.order).contiguous()
-                        self._send(tensor, "forward", value, reader, reader, micro_batch)
-                if len(outputs) > len(self.sends[stage]):
-                    loss += outputs[-1].detach().double()
-                kept[stage, micro_batch] = (received, outputs)
-            else:
+            if kind == "B":
                 before_backward(index == last)
                 self._backward(stage, *kept.pop((stage, micro_batch)), micro_batch)
+                continue
+            samples, inputs = batches[micro_batch]
+            received = self._receive(stage, samples, micro_batch)
+            outputs = self.stages[stage](micro_batch, inputs, *received)
+            for value, output in zip(self.sends[stage], outputs, strict=False):
+                for reader in value.readers:
+                    tensor = output.detach().permute(value.order).contiguous()
+                    self._send(tensor, "forward", value, reader, reader, micro_batch)
+            if len(outputs) > len(self.sends[stage]):
+                loss += outputs[-1].detach().double()
+            kept[stage, micro_batch] = (received, outputs)
         for work, _ in self._posted:
             work.wait()
         self._posted = []
         return loss
 
     def _receive(self, stage: int, samples: int, micro_batch: int) -> list[Tensor]:
-        shapes = [[a * samples + b for a, b in value.sizes] for value in self.receives[stage]]
         posted = []
-        for v, shape in zip(self.receives[stage], shapes, strict=True):
+        for v in self.receives[stage]:
+            shape = [a * samples + b for a, b in v.sizes]
             memory = torch.empty([shape[d] for d in v.order], dtype=v.dtype, device=DEVICE)
-            posted.append(self._post(memory, "forward", v, stage, v.source, micro_batch))
-        tensors = []
-        for value, arrived in zip(self.receives[stage], posted, strict=True):
-            memory = arrived()
-            tensor = memory.permute([value.order.index(d) for d in range(memory.dim())])
-            tensors.append(tensor.requires_grad_(value.differentiable))
-        return tensors
+            posted.append((v, self._post(memory, "forward", v, stage, v.source, micro_batch)))
+        arrived = [(v, wait().permute([v.order.index(d) for d in range(len(v.order))])) for v, wait in posted]
+        return [tensor.requires_grad_(v.differentiable) for v, tensor in arrived]
 
     def _backward(self, stage: int, received: list[Tensor], outputs: Sequence[Tensor], micro_batch: int) -> None:
         roots, gradients = [], []
@@ -265,30 +220,20 @@ class Pipeline:
         if peer in self.stages:
             return lambda: self._here.pop((way, value.name, reader, micro_batch))
         work: Any = dist.irecv(memory, self.mesh.peer(peer), **self._channel(way, value, reader, micro_batch))
-
-        def arrived() -> Tensor:
-            work.wait()
-            return memory
-
-        return arrived
+        return lambda: (work.wait(), memory)[1]
 
     def _channel(self, way: str, value: Value, reader: int, micro_batch: int) -> dict[str, Any]:
         tag = micro_batch * len(self._number) + self._number[value.name]
         return {"group": self.mesh.edges[way, value.source, reader], "tag": tag}
 
 
-def weight_totals(
-    mesh: Mesh, weights: Callable[..., Sequence[Tensor]], batches: Sequence[Mapping[str, Tensor]]
-) -> list[Tensor]:
+@torch.no_grad()
+def weight_totals(mesh: Mesh, weights: Callable[..., Any], batches: Sequence[Mapping[str, Tensor]]) -> Tensor:
     """What each mean of the loss divides by: its weight over all micro-batches and data ranks."""
-    with torch.no_grad():
-        parts = [[weight.double() for weight in weights(inputs)] for inputs in batches]
-    if not parts[0]:
-        return []
-    total = torch.stack([torch.stack(part) for part in parts]).sum(0)
+    total = torch.stack([torch.stack([weight.double() for weight in weights(inputs)]) for inputs in batches]).sum(0)
     if mesh.data is not None:
         dist.all_reduce(total, group=mesh.data)
-    return list(total)
+    return total
 
 
 def buckets(parameters: Mapping[str, nn.Parameter]) -> list[list[str]]:
@@ -328,69 +273,53 @@ def sum_tied(mesh: Mesh, parameters: Mapping[str, nn.Parameter], tied: Iterable[
         parameter.grad = total
 
 
-def sum_over_tensor(mesh: Mesh, parameters: Mapping[str, nn.Parameter], specs: Iterable[Spec]) -> None:
-    """Gradients of which the tensor ranks hold summands: norms and late biases under sequence parallelism."""
-    for spec in specs:
-        gradient = parameters[spec.name].grad if spec.summed and spec.name in parameters else None
-        if gradient is not None:
-            dist.all_reduce(gradient, group=mesh.tensor)
-
-
 def take(whole: Tensor, split: Split | None, rank: int, ranks: int) -> Tensor:
     """This rank's part of a whole tensor, in storage of its own."""
     if split is None or ranks == 1:
         return whole.detach().clone()
-    runs = whole.detach().split(split.runs(whole.shape[split.dim]), split.dim)
-    return torch.cat([run.chunk(ranks, split.dim)[rank] for run in runs], split.dim).contiguous()
+    runs = whole.detach().split(split.runs(whole.shape[split.dim]), split.dim)  # if PACKED
+    return torch.cat([run.chunk(ranks, split.dim)[rank] for run in runs], split.dim).contiguous()  # if PACKED
+    return whole.detach().chunk(ranks, split.dim)[rank].clone(memory_format=torch.contiguous_format)  # if WHOLE
 
 
 def join(parts: list[Tensor], split: Split | None) -> Tensor:
     """The whole tensor from all ranks' parts."""
     if split is None or len(parts) == 1:
         return parts[0]
-    runs = split.runs(parts[0].shape[split.dim] * len(parts))
-    pieces = [part.split([run // len(parts) for run in runs], split.dim) for part in parts]
-    return torch.cat([piece for run in zip(*pieces, strict=True) for piece in run], split.dim)
+    runs = split.runs(parts[0].shape[split.dim] * len(parts))  # if PACKED
+    pieces = [part.split([run // len(parts) for run in runs], split.dim) for part in parts]  # if PACKED
+    return torch.cat([piece for run in zip(*pieces, strict=True) for piece in run], split.dim)  # if PACKED
+    return torch.cat(parts, split.dim)  # if WHOLE
 
 
 def save(mesh: Mesh, specs: Sequence[Spec], tensors: Mapping[str, Tensor], directory: str | Path) -> None:
-    """Write whole tensors under the model's own names, one file a pipeline rank; beside, then renamed.
-
-    Whole state of the optimizer is written in the same way: pass its tensors under names of the same shapes.
-    """
-    target = Path(directory)
-    beside = target.with_name(target.name + ".part")
+    """Write whole tensors under the model's own names, one file a pipeline rank; beside, then renamed."""
+    target, beside = Path(directory), Path(f"{directory}.part")
     if dist.get_rank() == 0:
         shutil.rmtree(beside, ignore_errors=True)
         beside.mkdir(parents=True)
     dist.barrier()
     whole: dict[str, Tensor] = {}
     for spec in specs:
-        mine = tensors[spec.name].detach().contiguous()
-        parts = [mine]
+        parts = [tensors[spec.name].detach().contiguous()]
         if spec.split is not None and mesh.tensor is not None:
-            parts = [torch.empty_like(mine) for _ in range(mesh.degrees[2])]
-            dist.all_gather(parts, mine, group=mesh.tensor)
+            parts = [torch.empty_like(parts[0]) for _ in range(mesh.degrees[2])]
+            dist.all_gather(parts, tensors[spec.name].detach().contiguous(), group=mesh.tensor)
         if mesh.data_rank == mesh.tensor_rank == 0:
             whole[spec.name] = join(parts, spec.split).cpu()
     if mesh.data_rank == mesh.tensor_rank == 0:
         torch.save(whole, beside / f"pipeline-{mesh.pipeline_rank:03d}.pt")
     dist.barrier()
     if dist.get_rank() == 0:
-        old = target.with_name(target.name + ".old")
-        shutil.rmtree(old, ignore_errors=True)
-        if target.exists():
-            os.replace(target, old)
+        shutil.rmtree(target, ignore_errors=True)  # the new one is whole, beside
         os.replace(beside, target)
-        shutil.rmtree(old, ignore_errors=True)
     dist.barrier()
 
 
 def load(mesh: Mesh, specs: Sequence[Spec], directory: str | Path) -> dict[str, Tensor]:
     """This rank's parts of what :func:`save` wrote, under this or any other split. Files are mapped, not read whole."""
-    files = sorted(Path(directory).glob("*.pt"))
     found: dict[str, Tensor] = {}
-    for file in files:
+    for file in sorted(Path(directory).glob("*.pt")):
         found |= torch.load(file, map_location="cpu", mmap=True, weights_only=True)
     missing = [spec.name for spec in specs if spec.name not in found]
     if missing:

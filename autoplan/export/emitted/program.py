@@ -1,10 +1,9 @@
 """The training step: this rank's stages, parameters and schedule."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -19,13 +18,13 @@ from parallel import DEVICE, Mesh, Parameters, Pipeline, Spec
 class Program:
     """``step(batch)`` leaves gradients of the whole batch on ``parameters()``; an optimizer of yours updates them.
 
-    ``weights``: a directory of files with whole tensors under the model's own names (written by :meth:`save` under any
-    split, or ``torch.save(model.state_dict(), "weights/all.pt")``); None starts from random numbers. ``compiler``: a
-    backend of torch.compile for the stages ("inductor"); None runs them as they stand.
+    ``weights``: a directory of files with whole tensors under the model's own names (of :meth:`save` under any split,
+    or of ``torch.save(model.state_dict(), ...)``), None for random ones. ``compiler``: a backend of torch.compile.
     """
 
     def __init__(self, weights: str | Path | None = None, seed: int = 0, compiler: str | None = None) -> None:
-        edges = [(value.source, reader) for value in model.VALUES for reader in value.readers]
+        edges = [(value.source, reader) for value in model.VALUES for reader in value.readers]  # if BRANCHES
+        edges = [(s, s + 1) for s in range(len(model.VALUES))]  # if CHAIN
         self.mesh = mesh = Mesh(model.PIPELINE, model.DATA, model.TENSOR, edges)
         stages = [stage for stage in range(len(model.STAGES)) if stage % model.PIPELINE == mesh.pipeline_rank]
         self.specs = list({spec.name: spec for stage in stages for spec in model.specs(stage)}.values())
@@ -58,17 +57,20 @@ class Program:
             parameter.grad = None
         samples = model.MICRO_BATCH_SIZE
         first = self.mesh.data_rank * model.MICRO_BATCHES * samples
-        rows = [range(first + m * samples, first + (m + 1) * samples) for m in range(model.MICRO_BATCHES)]
-        batches = [{name: _rows(batch[name], name, span) for name in model.INPUTS} for span in rows]
-        totals = parallel.weight_totals(self.mesh, model.loss_weights, batches)
-        for each in batches:
-            each |= {f"loss_total_{k}": total.to(model.LOSS_TOTALS[k]) for k, total in enumerate(totals)}
+        rows = [slice(first + m * samples, first + (m + 1) * samples) for m in range(model.MICRO_BATCHES)]
+        batched = {name: spec.batched for name, spec in model.INPUTS.items()}
+        batches = [{n: (batch[n][r] if split else batch[n]).to(DEVICE) for n, split in batched.items()} for r in rows]
+        totals = parallel.weight_totals(self.mesh, model.loss_weights, batches)  # if WEIGHED
+        for each in batches:  # if WEIGHED
+            each |= {f"loss_total_{k}": total.to(model.LOSS_TOTALS[k]) for k, total in enumerate(totals)}  # if WEIGHED
         self.gradients.begin_step()
         actions = model.actions(self.mesh.pipeline_rank)
         loss = self.pipeline.run(actions, [(samples, each) for each in batches], self.gradients.before_backward)
         self.gradients.finish_step()
         parallel.sum_tied(self.mesh, self.gradients.optimised, model.TIED)  # if TIED
-        parallel.sum_over_tensor(self.mesh, self.gradients.optimised, self.specs)  # if SUMMED
+        for spec in self.specs:  # if SUMMED
+            if spec.summed and (part := self.gradients.optimised[spec.name].grad) is not None:  # if SUMMED
+                dist.all_reduce(part, group=self.mesh.tensor)  # a summand on every tensor rank  # if SUMMED
         for parameter, gradient in earlier:
             parameter.grad = gradient if parameter.grad is None else parameter.grad + gradient
         self.steps += 1
@@ -78,9 +80,7 @@ class Program:
         dist.all_reduce(loss)
         return float(loss)
 
-    def _forward(
-        self, stage: int, micro_batch: int, batch: Mapping[str, Tensor], *received: Tensor
-    ) -> tuple[Tensor, ...]:
+    def _forward(self, stage: int, micro_batch: int, batch: Mapping[str, Tensor], *received: Tensor) -> Any:
         # One stream of random numbers a step, micro-batch, stage and data rank; tensor ranks draw alike.  # if RANDOM
         place = (self.steps * model.MICRO_BATCHES + micro_batch) * model.DATA + self.mesh.data_rank  # if RANDOM
         torch.manual_seed(self.seed + place * len(model.STAGES) + stage)  # if RANDOM
@@ -91,25 +91,15 @@ class Program:
         parallel.save(self.mesh, self.specs, {**self.gradients.whole(), **self.buffers}, directory)
 
 
-def _rows(tensor: Tensor, name: str, span: range) -> Tensor:
-    return (tensor[span.start : span.stop] if model.INPUTS[name].batched else tensor).to(DEVICE)
-
-
 def _random(specs: list[Spec], mesh: Mesh, seed: int) -> dict[str, Tensor]:
     """The same numbers whatever the split: ones for scales, zeros for biases, normal(0, 0.02) for the rest; buffers
     have their own values in buffers.pt."""
     file = Path(__file__).with_name("buffers.pt")
-    buffers = torch.load(file, weights_only=True) if file.exists() else {}
-    answer = {}
-    for spec in specs:
-        if not spec.is_parameter:
-            answer[spec.name] = buffers[spec.name].to(DEVICE)
-            continue
+    tensors: dict[str, Tensor] = torch.load(file, map_location=DEVICE, weights_only=True) if file.exists() else {}
+    for spec in (spec for spec in specs if spec.is_parameter):
         generator = torch.Generator().manual_seed(seed + sum(spec.name.encode()) * 7919 + len(spec.name))
-        whole = torch.empty(spec.shape, dtype=torch.float32)
-        if len(spec.shape) > 1:
-            whole.normal_(0.0, 0.02, generator=generator)
-        else:
+        whole = torch.empty(spec.shape).normal_(0.0, 0.02, generator=generator)
+        if len(spec.shape) < 2:
             whole.fill_(0.0 if spec.name.endswith("bias") else 1.0)
-        answer[spec.name] = parallel.take(whole.to(spec.dtype), spec.split, mesh.tensor_rank, model.TENSOR).to(DEVICE)
-    return answer
+        tensors[spec.name] = parallel.take(whole.to(spec.dtype), spec.split, mesh.tensor_rank, model.TENSOR).to(DEVICE)
+    return tensors

@@ -4,8 +4,6 @@ Contributions to the loss add up over micro-batches and ranks, so gradients are 
 buckets, last parameters first, while the backward of the last micro-batch goes on.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

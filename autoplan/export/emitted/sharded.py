@@ -1,10 +1,8 @@
-"""Sharded optimizer state (ZeRO-1, and ZeRO-2 where EVERY_BACKWARD): rank d of the data axis optimises the d-th slice
-of every parameter, flattened and padded; gradients are reduce-scattered, and a step begins by gathering the slices.
-
+"""Sharded optimizer state: rank d of the data axis optimises the d-th slice of every parameter, flattened and padded;
+gradients are reduce-scattered after the last micro-batch, a step begins by gathering the slices (ZeRO-1).  # if LAST
+gradients are reduce-scattered after every micro-batch, a step begins by gathering the slices (ZeRO-2).  # if EVERY
 Optimizers that work element by element (SGD, Adam, AdamW) compute the same numbers on slices as on whole parameters.
 """
-
-from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Any
@@ -16,55 +14,48 @@ from torch import Tensor, nn
 
 from parallel import Mesh, buckets
 
-EVERY_BACKWARD = False
-
 
 class Gradients:
     """``working`` is what the stage reads, ``optimised`` this rank's slices, for the optimizer."""
 
     def __init__(self, mesh: Mesh, parameters: Mapping[str, nn.Parameter]) -> None:
-        self.mesh = mesh
-        self.working = dict(parameters)
-        self._ranks, self._rank = mesh.degrees[1], mesh.data_rank
-        self.optimised = {
-            n: nn.Parameter(self._rows(p)[self._rank].clone()) for n, p in parameters.items() if p.requires_grad
-        }
+        self.mesh, self.working = mesh, dict(parameters)
+        mine = {name: self._rows(p)[mesh.data_rank] for name, p in parameters.items() if p.requires_grad}
+        self.optimised = {name: nn.Parameter(row.clone()) for name, row in mine.items()}
         self._buckets = buckets(self.working)
         self._sums: dict[int, Tensor] = {}
         self._sent: list[tuple[Any, Tensor, int]] = []
-        self._sync, self._started, self._ready = False, len(self._buckets), set[str]()
+        self._started, self._ready = len(self._buckets), set[str]()
         for name in self.optimised:
             self.working[name].register_post_accumulate_grad_hook(lambda _, name=name: self._arrived(name))
 
     def _rows(self, tensor: Tensor) -> Tensor:
         """Flattened and padded; row d belongs to rank d."""
         flat = tensor.detach().reshape(-1)
-        return F.pad(flat, (0, -flat.numel() % self._ranks)).view(self._ranks, -1)
+        return F.pad(flat, (0, -flat.numel() % self.mesh.degrees[1])).view(self.mesh.degrees[1], -1)
 
     @torch.no_grad()
     def begin_step(self) -> None:
         """Working parameters from all ranks' slices."""
         for names in self._buckets:
             mine = torch.cat([self.optimised[name].detach() for name in names])
-            everyone = mine.new_empty(self._ranks, mine.numel())
+            everyone = mine.new_empty(self.mesh.degrees[1], mine.numel())
             dist.all_gather_into_tensor(everyone.view(-1), mine, group=self.mesh.data)
             columns = everyone.split([self.optimised[name].numel() for name in names], dim=1)
-            for name, column in zip(names, columns, strict=True):
-                whole = self.working[name]
+            for whole, column in zip((self.working[name] for name in names), columns, strict=True):
                 whole.copy_(column.reshape(-1)[: whole.numel()].view_as(whole))
         self._sums, self._started = {}, len(self._buckets)
 
     def before_backward(self, last: bool) -> None:
         self._flush()
-        self._sync = last or EVERY_BACKWARD
-        self._started = 0 if self._sync else len(self._buckets)
+        self._started = 0 if last else len(self._buckets)  # if LAST
+        self._started = 0  # if EVERY
         self._ready.clear()
 
     def _arrived(self, name: str) -> None:
-        if self._sync:
-            self._ready.add(name)
-            while self._started < len(self._buckets) and self._ready.issuperset(self._buckets[self._started]):
-                self._start()
+        self._ready.add(name)
+        while self._started < len(self._buckets) and self._ready.issuperset(self._buckets[self._started]):
+            self._start()
 
     def _start(self) -> None:
         rows = []
@@ -79,7 +70,7 @@ class Gradients:
         self._started += 1
 
     def _flush(self) -> None:
-        while self._sync and self._started < len(self._buckets):
+        while self._started < len(self._buckets):
             self._start()
         for work, mine, index in self._sent:
             work.wait()

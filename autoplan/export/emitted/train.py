@@ -3,10 +3,10 @@
 torchrun --nproc-per-node GPUS_A_NODE [--nnodes N --rdzv-endpoint HOST:PORT] train.py --steps 100
 """
 
-from __future__ import annotations
-
 import argparse
 from collections.abc import Iterator
+from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -23,10 +23,8 @@ def batches(seed: int) -> Iterator[dict[str, Tensor]]:
         batch = {}
         for name, spec in model.INPUTS.items():
             shape = (model.GLOBAL_BATCH, *spec.shape[1:]) if spec.batched else spec.shape
-            if spec.dtype.is_floating_point:
-                batch[name] = torch.randn(shape, generator=generator).to(spec.dtype)
-            else:
-                batch[name] = torch.randint(spec.below, shape, generator=generator).to(spec.dtype)
+            draw: Any = torch.randn if spec.dtype.is_floating_point else partial(torch.randint, spec.below)
+            batch[name] = draw(shape, generator=generator).to(spec.dtype)
         yield batch
 
 

@@ -120,7 +120,7 @@ def read(text: str) -> Imported:
             )
         strategy["data"] = gpus // model
     strategy["micro_batch_size"] = whole("--micro-batch-size", 1)
-    strategy["sequence_parallel"] = "--sequence-parallel" in flags
+    strategy["sequence_parallel"] = "--sequence-parallel" in flags and tensor > 1  # Megatron ignores it without
     virtual = whole("--num-virtual-stages-per-pipeline-rank", 1)
     layout = flags.get("--pipeline-model-parallel-layout")
     if layout and virtual == 1:
@@ -139,8 +139,8 @@ def read(text: str) -> Imported:
 
 
 def _flags(text: str) -> dict[str, str]:
-    """The words that begin with two dashes, each with its value."""
-    plain = re.sub(r"\\\n", " ", re.sub(r"(?m)^\s*#.*$", "", text))
+    """The words that begin with two dashes, each with its value; what the script assigns to its variables is put in."""
+    plain = _with_variables(re.sub(r"\\\n", " ", re.sub(r"(?m)^\s*#.*$", "", text)))
     try:
         words = shlex.split(plain)
     except ValueError as error:
@@ -149,12 +149,27 @@ def _flags(text: str) -> dict[str, str]:
     for word, following in itertools.pairwise([*words, ""]):
         if word.startswith("--"):
             name, equals, value = word.partition("=")
-            flags[name] = value if equals else ("" if following.startswith("-") else following)
+            flags[name.replace("_", "-")] = value if equals else ("" if following.startswith("-") else following)
     if not flags:
         raise PlanFileError(
             "there are no flags", where="the Megatron-LM flags", legal="--tensor-model-parallel-size 2, and the like"
         )
     return flags
+
+
+def _with_variables(text: str) -> str:
+    """``$NAME`` and ``${NAME}`` as the lines ``NAME=word`` set them, ``${NAME:-word}`` as its default otherwise."""
+    given = dict(re.findall(r"(?m)^\s*(?:export\s+)?([A-Za-z_]\w*)=[\"']?([^\s\"'();$]+)[\"']?\s*(?:;.*|#.*)?$", text))
+    given |= {
+        name: default
+        for name, default in re.findall(r"(?m)^\s*(?:export\s+)?([A-Za-z_]\w*)=[\"']?\$\{\w+:-(\w+)\}", text)
+    }
+
+    def value(found: re.Match[str]) -> str:
+        name, default = found.group(1) or found.group(3), found.group(2)
+        return str(given.get(name, default if default is not None else found.group(0)))
+
+    return re.sub(r"\$\{(\w+)(?::-(\w+))?\}|\$([A-Za-z_]\w*)", value, text)
 
 
 def _zero_stage(flags: dict[str, str]) -> int:

@@ -1,6 +1,7 @@
 """torchtitan: a Python recipe, for ``--module planned --config planned``.
 
-Names read in the 0.3.0 wheel: a run is a function that returns a ``Trainer.Config``; there is no TOML any more. FSDP is
+Names read in the 0.3.0 wheel: a run is a function that returns a ``Trainer.Config``; there is no TOML any more (that of
+earlier releases is read). FSDP is
 its data parallelism: parameters are sharded, and kept gathered between forward and backward (ZeRO-2's memory of
 gradients and optimizer state) where ``fsdp_reshard_after_forward`` is "never".
 """
@@ -8,6 +9,7 @@ gradients and optimizer state) where ``fsdp_reshard_after_forward`` is "never".
 from __future__ import annotations
 
 import ast
+import tomllib
 from typing import Any
 
 from autoplan.errors import PlanFileError
@@ -103,7 +105,7 @@ def _literal(value: Any) -> str:
 
 def read(text: str) -> Imported:
     """The strategy of a recipe's assignments to ``config``. Raises PlanFileError for what is no Python."""
-    found = _assignments(text)
+    found = _settings(text)
 
     def whole(key: str, default: int) -> int:
         value = found.get(key, default)
@@ -152,6 +154,31 @@ def read(text: str) -> Imported:
         seq=seq if isinstance(seq, int) else None,
         notes=tuple(notes),
     )
+
+
+def _settings(text: str) -> dict[str, Any]:
+    """The settings of a recipe, or of the TOML file of an earlier release, by the recipe's names."""
+    try:
+        sections = tomllib.loads(text)
+    except tomllib.TOMLDecodeError:
+        sections = {}
+    if not isinstance(sections.get("training", sections.get("parallelism")), dict):
+        return _assignments(text)
+    found = {
+        f"{name}.{key}": value
+        for name, part in sections.items()
+        if isinstance(part, dict)
+        for key, value in part.items()
+    }
+    for key, value in list(found.items()):  # degrees stood in [training] and [experimental] once
+        name = key.partition(".")[2]
+        if name.endswith("_parallel_degree") or name.startswith(("data_parallel_", "pipeline_parallel_")):
+            found[f"parallelism.{name}"] = value
+    if "training.batch_size" in found:
+        found.setdefault("training.local_batch_size", found["training.batch_size"])
+    mode = str(found.get("activation_checkpoint.mode", "none"))
+    found["activation_checkpoint"] = {"full": "FullAC", "selective": "SelectiveAC"}.get(mode, "None")
+    return found
 
 
 def _assignments(text: str) -> dict[str, Any]:
