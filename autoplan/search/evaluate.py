@@ -223,16 +223,6 @@ def listed_times(
             priced[key] = stage_costs(space, tables, stage, first, end, policies, memory_terms=memory.terms)
         stages.append(dataclasses.replace(priced[key], first=first, end=end, memory_terms=memory.terms))
     sends = listed.sends_s(tables, cuts)
-    if tables.cluster.device.is_cpu:  # a GPU's copy engines and network pass messages on, a process does it itself
-        around = [into + out_of for into, out_of in itertools.pairwise((0.0, *sends, 0.0))]
-        stages = [
-            dataclasses.replace(
-                stage,
-                compute_forward_s=stage.compute_forward_s + passing,
-                compute_backward_s=stage.compute_backward_s + passing,
-            )
-            for stage, passing in zip(stages, around, strict=True)
-        ]
     times = dataclasses.replace(
         stage_times(strategy, stages, sends),
         weight_s=tuple(listed.weight_s(space, strategy, stage.kinds) for stage in stages),
