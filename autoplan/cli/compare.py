@@ -33,6 +33,7 @@ def compare(
 
     Example: autoplan compare gpt2-xl --gpus 8xA100-80GB --global-batch 64
     """
+    options.check_cluster(gpus)
     forced = options.with_limits(
         options.parse_strategy(strategy), headroom=headroom, max_gpus=max_gpus, inside_node=inside_node
     )

@@ -35,6 +35,7 @@ def fit(
 
     Example: autoplan fit llama3-8b --gpus 8xA100-80GB --global-batch 64
     """
+    options.check_cluster(gpus)
     forced = options.with_limits(
         options.parse_strategy(strategy), headroom=headroom, max_gpus=max_gpus, stages=stages, inside_node=inside_node
     )

@@ -193,3 +193,11 @@ def check_writable(path: Path | None, *, what: str = "plan", name: str = "plan.j
         raise AutoplanError(f"cannot write the {what}: {path} is a folder", attempt=f"-o {path / name}")
     if not path.absolute().parent.is_dir():
         raise AutoplanError(f"cannot write the {what}: there is no folder {path.parent}", attempt="make it first")
+
+
+def check_cluster(gpus: str) -> None:
+    """Refuse a cluster that is none before torch is imported; a bare count asks for this machine's GPUs."""
+    if not gpus.strip().isdigit():
+        from autoplan.cluster import Cluster
+
+        Cluster.parse(gpus)

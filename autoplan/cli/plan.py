@@ -46,6 +46,7 @@ def plan(
 
     Example: autoplan plan llama3-70b --gpus 8x8xH100 --global-batch 256 --seq 4096 -o plan.json
     """
+    options.check_cluster(gpus)
     forced = options.with_limits(
         options.parse_strategy(strategy), headroom=headroom, max_gpus=max_gpus, stages=stages, inside_node=inside_node
     )

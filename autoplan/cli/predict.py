@@ -39,6 +39,7 @@ def predict(
 
     Example: autoplan predict llama3-8b --gpus 8xH100 --strategy data=8,zero_stage=1
     """
+    options.check_cluster(gpus)
     wanted = options.with_limits(options.parse_strategy(strategy), stages=stages)
     if config is not None:
         from autoplan.export.read import read_file
