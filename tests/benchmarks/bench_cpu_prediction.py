@@ -95,7 +95,7 @@ def _train(cluster: str, strategy: dict[str, Any], steps: int) -> tuple[list[tup
 
 def _collectives_apart() -> list[float]:
     """A list that grows by the processor seconds of this thread in every collective from now on; messages of the
-    pipeline stay with the rest, as the prediction has them."""
+    pipeline stay with the rest: the thread copies them itself."""
     inside: list[float] = []
     during = WAITS.during
 
