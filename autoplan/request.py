@@ -110,7 +110,13 @@ class AskedModel:
             )
         resolved = self._resolve()
         dtype = trace_dtype(self.precision) if self.precision else None
-        captured = capture(resolved.model, resolved.example_inputs, loss_fn=resolved.loss_fn, dtype=dtype)
+        captured = capture(
+            resolved.model,
+            resolved.example_inputs,
+            loss_fn=resolved.loss_fn,
+            dtype=dtype,
+            device="cpu" if cluster.device.is_cpu else "cuda",
+        )
         layers = dataclasses.replace(build_layers(captured), name=resolved.name or captured.name)
         global_batch, said = self._global_batch(captured, cluster)
         return Traced(

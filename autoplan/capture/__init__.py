@@ -52,17 +52,19 @@ def capture(
     *,
     loss_fn: Callable[..., Any] | None = None,
     dtype: torch.dtype | None = None,
+    device: str | None = None,
 ) -> Capture:
     """Trace ``model`` on ``example_inputs`` to its loss, in the mode (train or eval) it is in.
 
     ``example_inputs``: a tuple of positional arguments, a dict of keyword arguments, or one tensor; dimension 0 is
     the batch. ``loss_fn(output)`` or ``loss_fn(output, *targets)`` makes the loss of a model that returns none; the
     last elements of a tuple, or the dict's keys that forward does not take, are its targets. ``dtype`` traces a
-    stand-in on meta cast to that floating dtype: to plan, not to run.
+    stand-in on meta cast to that floating dtype: to plan, not to run. ``device`` ("cpu" or "cuda"): where the program
+    will run, if not where the model is; regions of ``torch.autocast`` act by it (see :mod:`.autocast`).
 
     Raises CaptureError, with the user's file and line.
     """
-    return _capture(_bare(model), example_inputs, loss_fn, dtype, None)
+    return _capture(_bare(model), example_inputs, loss_fn, dtype, None, device)
 
 
 def capture_folded(
@@ -71,6 +73,7 @@ def capture_folded(
     *,
     loss_fn: Callable[..., Any] | None = None,
     dtype: torch.dtype | None = None,
+    device: str | None = None,
 ) -> Capture:
     """What :func:`capture` gives, sooner: of blocks that are alike a few are traced and the others written after them.
 
@@ -82,12 +85,12 @@ def capture_folded(
     for spare in (SPARE, len(alike.members)) if alike.members else ():
         with folded(alike, spare=spare) as folding:
             try:
-                return _capture(model, example_inputs, loss_fn, dtype, folding)
+                return _capture(model, example_inputs, loss_fn, dtype, folding, device)
             except Exception as error:  # whatever it was, the whole trace is what tells
                 _LOG.info("not folded: %s", error)
         if not folding.starved:
             break
-    return _capture(model, example_inputs, loss_fn, dtype, None)
+    return _capture(model, example_inputs, loss_fn, dtype, None, device)
 
 
 def _capture(
@@ -96,11 +99,12 @@ def _capture(
     loss_fn: Callable[..., Any] | None,
     dtype: torch.dtype | None,
     folding: Folding | None,
+    device: str | None,
 ) -> Capture:
     found = batches.tensors(example_inputs)
     size = batches.batch_size(found)
     batches.bind(model, example_inputs, loss_fn)
-    traced = trace(model, example_inputs, found, loss_fn, dtype, folding)
+    traced = trace(model, example_inputs, found, loss_fn, dtype, folding, device)
     names = Names(model)
     tensors = _user_tensors(model, loss_fn, names)
     if dtype is not None and needs_shadow(model, dtype):

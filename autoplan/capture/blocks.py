@@ -1,4 +1,4 @@
-"""``with torch.no_grad():`` and ``with torch.autocast():`` in a forward.
+"""``with torch.no_grad():`` and ``with torch.enable_grad():`` in a forward.
 
 torch.export makes each such block a submodule called through a higher-order operator. Other rooms read flat graphs, so
 the blocks are put in line where that keeps every number and every gradient, and refused at the user's line elsewhere.
@@ -21,7 +21,7 @@ aten = torch.ops.aten
 
 
 def inline_blocks(module: GraphModule) -> None:
-    """``with torch.no_grad():`` and ``with torch.autocast():`` blocks, which export makes submodules, put in line."""
+    """``with torch.no_grad():`` and ``torch.enable_grad():`` blocks, which export makes submodules, put in line."""
     blocks = [node for node in module.graph.nodes if node.target in _BLOCKS]
     for node in blocks:
         _BLOCKS[node.target](module, node)
@@ -34,28 +34,14 @@ def _inline_set_grad(module: GraphModule, node: Node) -> None:
     body = _attribute(module, block.target)
     if not enabled:
         if any(inner.target in _BLOCKS for inner in body.graph.nodes):
-            raise _refusal("a no_grad block holds another block that sets gradients or autocast", body, node)
+            raise _refusal("a no_grad block holds another block that sets gradients", body, node)
         operands = [_detached(module, node, operand) for operand in operands]
     inline_blocks(body)
     _splice(module, node, body, operands)
     _forget(module, block)
 
 
-def _inline_autocast(module: GraphModule, node: Node) -> None:
-    arguments: list[Any] = [*node.args]
-    device, _, enabled, _, block, *operands = arguments
-    body = _attribute(module, block.target)
-    if enabled and _runs_on(module, device):
-        raise _refusal(f"forward casts by torch.autocast({device!r}), which the captured graph cannot keep", body, node)
-    inline_blocks(body)
-    _splice(module, node, body, operands)
-    _forget(module, block)
-
-
-_BLOCKS: dict[Any, Any] = {
-    torch.ops.higher_order.wrap_with_set_grad_enabled: _inline_set_grad,
-    torch.ops.higher_order.wrap_with_autocast: _inline_autocast,
-}
+_BLOCKS: dict[Any, Any] = {torch.ops.higher_order.wrap_with_set_grad_enabled: _inline_set_grad}
 
 
 def _refusal(what: str, body: GraphModule, node: Node) -> CaptureError:
@@ -63,16 +49,9 @@ def _refusal(what: str, body: GraphModule, node: Node) -> CaptureError:
     return CaptureError(
         what,
         where=node_line(inner),
-        legal="forward without autocast, or with enabled=False; plain no_grad blocks",
-        attempt="take the block out of forward: cast with .to(dtype), and give autoplan the precision instead",
+        legal="plain no_grad blocks, and plain enable_grad blocks",
+        attempt="take the inner block out of the outer one, or detach() its results instead",
     )
-
-
-def _runs_on(module: GraphModule, device: str) -> bool:
-    """Whether autocast for ``device`` is at work in this trace. On meta nothing shows it: assume so."""
-    tensors = [*module.parameters(), *module.buffers()]
-    devices = {tensor.device.type for tensor in tensors} or {"cpu"}
-    return device in devices or "meta" in devices
 
 
 def _detached(module: GraphModule, before: Node, operand: Any) -> Any:

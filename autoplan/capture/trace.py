@@ -23,6 +23,7 @@ from torch.fx import GraphModule
 
 from autoplan.capture import batch as batches
 from autoplan.capture import huggingface
+from autoplan.capture.autocast import cast_in_trace
 from autoplan.capture.errors import trace_failure
 from autoplan.capture.folding import Folding
 from autoplan.capture.guard import ForeignTensors, untouched, watched
@@ -77,8 +78,10 @@ def trace(
     loss_fn: Callable[..., Any] | None,
     dtype: torch.dtype | None,
     folding: Folding | None = None,
+    device: str | None = None,
 ) -> Traced:
-    """Trace ``model`` on ``batch`` (whose tensors are ``found``) to its loss, inside ``folding`` if one is given."""
+    """Trace ``model`` on ``batch`` (whose tensors are ``found``) to its loss, inside ``folding`` if one is given.
+    ``device``: where the program will run, as autocast counts it ("cpu", "cuda"); None: where the model is."""
     notes: list[str] = []
     wrapper = CallAndLoss(model, loss_fn, batch)
     size = batches.batch_size(found)
@@ -90,6 +93,7 @@ def trace(
         untouched(wrapper) as changes,
         huggingface.prepared(model, arguments, notes),
         watched(notes) as refusals,
+        cast_in_trace("meta" if shadow else _device_type(model), device, notes),
         _on_meta(wrapper, dtype) if shadow else contextlib.nullcontext(),
         torch.device("meta") if shadow else contextlib.nullcontext(),
         torch.enable_grad(),
@@ -109,6 +113,11 @@ def trace(
                 raise refusals[0] from None
             raise trace_failure(error, model) from error
     return Traced(graph_module=graph_module, dynamic_batch=dynamic, notes=tuple(dict.fromkeys(notes)))
+
+
+def _device_type(model: nn.Module) -> str:
+    tensors = (*model.parameters(), *model.buffers())
+    return tensors[0].device.type if tensors else "cpu"
 
 
 def _side_effects(changed: list[str]) -> list[str]:

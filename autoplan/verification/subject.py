@@ -35,17 +35,23 @@ def prepare(model: Any, plan: Plan, example_inputs: Any, loss_fn: Callable[..., 
     """Trace the model and check that the plan was made for it. Raises PlanFileError where it was not."""
     resolved = _resolve(model, plan, example_inputs, loss_fn)
     dtype = trace_dtype(plan.precision) if _is_cast(resolved.model, plan) else None
-    captured = capture(resolved.model, resolved.example_inputs, loss_fn=resolved.loss_fn, dtype=dtype)
+    try:
+        cluster = Cluster.parse(plan.cluster.spec)
+    except ClusterError:  # a cluster file that is not at hand: prices then come from a usual one of that size
+        cluster = Cluster.parse(f"{max(1, plan.gpus)}xcpu")
+    captured = capture(
+        resolved.model,
+        resolved.example_inputs,
+        loss_fn=resolved.loss_fn,
+        dtype=dtype,
+        device="cpu" if plan.cluster.device == "cpu" else "cuda",
+    )
     layers = build_layers(captured)
     if unlike := other_model(plan, layers):
         raise PlanFileError(
             f"the plan was made for {plan.model.name}, and this model is {resolved.name} with another graph: {unlike}",
             attempt="plan again for this model, with the same --seq and --precision",
         )
-    try:
-        cluster = Cluster.parse(plan.cluster.spec)
-    except ClusterError:  # a cluster file that is not at hand: prices then come from a usual one of that size
-        cluster = Cluster.parse(f"{max(1, plan.gpus)}xcpu")
     return Whole(
         model=resolved.model,
         example_inputs=resolved.example_inputs,

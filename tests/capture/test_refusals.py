@@ -80,13 +80,6 @@ class Broken(Base):
         return self.layer(x.flatten()).mean()  # shapes do not fit
 
 
-class Autocast(Base):
-    def forward(self, x: Tensor) -> Tensor:
-        with torch.autocast("cpu", dtype=torch.bfloat16):
-            y = self.layer(x)  # in autocast
-        return y.float().mean()
-
-
 @pytest.mark.parametrize(
     ("model", "marker", "what", "mend"),
     [
@@ -102,7 +95,6 @@ class Autocast(Base):
         (ExpertsByNumel, "empty selection", "control flow depends on a tensor's values", "torch.where"),
         (StraightThrough, "custom function", "Round is an autograd.Function", "custom_op"),
         (Broken, "shapes do not fit", "cannot trace this model: RuntimeError", "in plain Python first"),
-        (Autocast, "in autocast", "torch.autocast('cpu')", "take the block out of forward"),
     ],
 )
 def test_the_users_line_is_named(
