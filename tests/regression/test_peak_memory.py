@@ -103,7 +103,7 @@ def test_peaks_by_source(capsys: pytest.CaptureFixture[str]) -> None:
 # flattening of the weights at the start, fp32 gradients beside 16-bit ones, the largest matrix's temporaries (822
 # against 709 MB in fp32): none of them differs by the 13 GB that lie between the two. Nor is it a reserve that planners
 # could keep for fragmentation: predicted are 64.9 GB, so it would have to be 19% of the card, which refuses 19 of the
-# 127 rows that ran and calls one in four fit cases wrongly; the other five rows need none (2% refuses 5 that ran).
+# 127 rows that ran (5 without any reserve), and 15% calls 6 of 25 fit cases wrongly; the other five rows need none.
 UNEXPLAINED = {"bloom_grid-128"}
 
 
