@@ -180,6 +180,7 @@ def _foreign_tensor(tensor: Tensor) -> CaptureError:
 
 def _note_checkpoint(notes: list[str]) -> None:
     note = f"activation checkpointing at {current_line()} is not kept: autoplan chooses what to recompute"
+    note += " (strategy recompute=full recomputes every layer)"
     if note not in notes:
         notes.append(note)
 
