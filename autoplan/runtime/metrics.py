@@ -31,15 +31,15 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from autoplan.errors import StrategyError
+from autoplan.errors import AutoplanError, StrategyError
 from autoplan.explain import text
 from autoplan.plan import Plan
-from autoplan.runtime.events import EventFile
 from autoplan.runtime.program import Program
 from autoplan.runtime.waits import REASONS, WAITS
 
 if TYPE_CHECKING:
     from rich.progress import Progress
+    from torch.utils.tensorboard import SummaryWriter
 
 _Batch = TypeVar("_Batch")
 
@@ -85,8 +85,9 @@ class StepMetrics:
 class Metrics:
     """Measures the steps of ``program``; made on every rank (it gathers what the ranks measured).
 
-    ``log_dir``: where rank 0 writes the scalars as a TensorBoard event file. ``progress``: a bar on rank 0's stderr;
-    None: where that is a terminal. ``every``: steps between two readings, each the mean of the steps between them.
+    ``log_dir``: where rank 0 writes the scalars for TensorBoard (``autoplan[tensorboard]``). ``progress``: a bar on
+    rank 0's stderr; None: where that is a terminal. ``every``: steps between two readings, each the mean of the steps
+    between them.
     """
 
     def __init__(
@@ -102,7 +103,7 @@ class Metrics:
         self._program, self._every = program, every
         self._mesh = program._rank_part().mesh
         first = self._mesh.rank == 0
-        self._events = EventFile(log_dir) if log_dir is not None and first else None
+        self._writer = _writer(log_dir) if log_dir is not None and first else None
         self._shows = first and (sys.stderr.isatty() if progress is None else progress)
         self.history: list[StepMetrics] = []
         self._begin()
@@ -143,8 +144,10 @@ class Metrics:
             return None
         reading = self._read()
         self.history.append(reading)
-        if self._events is not None:
-            self._events.write(reading.step, reading.scalars())
+        if self._writer is not None:
+            for tag, value in reading.scalars().items():
+                self._writer.add_scalar(tag, value, reading.step)
+            self._writer.flush()  # a rank ends without destructors
         self._begin()
         return reading
 
@@ -210,6 +213,23 @@ class Metrics:
         table = torch.stack(every)
         largest = table[:, : len(most)].amax(0)
         return [*largest.tolist(), *table[: mesh.strategy.gpus, len(most) :].mean(0).tolist()]
+
+
+def _writer(log_dir: str | os.PathLike[str]) -> SummaryWriter:
+    try:
+        from torch.utils.tensorboard import SummaryWriter
+    except ImportError:
+        raise AutoplanError(
+            "metrics are logged by TensorBoard's own writer, which is not installed",
+            where="Metrics(log_dir=...)",
+            attempt='pip install "autoplan[tensorboard]", or no log_dir',
+        ) from None
+    try:
+        return SummaryWriter(log_dir)
+    except OSError as error:
+        raise AutoplanError(
+            f"cannot write the metrics: {error.strerror}", where=str(log_dir), attempt="another log_dir"
+        ) from None
 
 
 def _memory_bytes(device: torch.device) -> float:

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import functools
-import struct
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 import autoplan
 from autoplan.capture import capture
 from autoplan.layers import build_layers
 from autoplan.runtime import Program
-from autoplan.runtime.events import EventFile, record
 from autoplan.runtime.metrics import Metrics, StepMetrics
 from autoplan.runtime.waits import WAITS
 from tests.support import models
@@ -69,7 +69,9 @@ def test_every_rank_reads_the_same_and_waits_are_of_the_axes_in_use(axis: str, t
         *("step", "tokens/s", "MFU", "memory", "waits and bubble", "wait for data")
     ]
     (path,) = tmp_path.iterdir()
-    logged = [scalars for _, scalars in read_events(path)[1:]]
+    by_step = read_events(path)
+    assert list(by_step) == [1, 2, 3]
+    logged = list(by_step.values())
     assert [scalars["loss"] for scalars in logged] == pytest.approx(losses)
     assert [scalars[f"waits_s/{axis.split('-')[0]}"] > 0 for scalars in logged] == [True] * 3
 
@@ -128,62 +130,24 @@ def test_more_steps_than_batches_end_with_the_batches() -> None:
     assert len(metrics.history) == 2
 
 
-# ------------------------------------------------------------------------------------------------------ the file format
-
-# What tensorboard 2.21's RecordWriter writes of Event(wall_time=1.5, file_version="brain.Event:2") and of
-# Event(wall_time=2.25, step=300, summary=[loss 0.5, waits/pipeline 0.25]).
-VERSION = "1800000000000000a37f4b2209000000000000f83f1a0d627261696e2e4576656e743a322a28646c"
-SUMMARY = (
-    "3200000000000000241956ec09000000000000024010ac022a240a0b0a046c6f7373150000003f0a150a0e77616974732f706970656c696e65"
-    "150000803e73910f11"
-)
-
-
-def test_a_file_is_byte_for_byte_what_tensorboard_writes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    clock = iter([1.5, 2.25])
-    monkeypatch.setattr("autoplan.runtime.events.time.time", lambda: next(clock))
-    file = EventFile(tmp_path)
-    file.write(300, {"loss": 0.5, "waits/pipeline": 0.25})
-    file.close()
-    assert file.path.read_bytes().hex() == VERSION + SUMMARY
-    assert read_events(file.path) == [(0, {}), (300, {"loss": 0.5, "waits/pipeline": 0.25})]
-
-
-def read_events(path: Path) -> list[tuple[int, dict[str, float]]]:
-    """(step, scalars) of every event, checksums compared; a reader of its own for the few fields there are."""
-    data, found = path.read_bytes(), []
-    while data:
-        (length,) = struct.unpack_from("<Q", data)
-        message = data[12 : 12 + length]
-        assert data.startswith(record(message))  # the checksums too
-        data = data[len(record(message)) :]
-        fields = dict(fields_of(message))
-        values = [dict(fields_of(value)) for _, value in fields_of(fields.get(5, b""))]
-        found.append((fields.get(2, 0), {value[1].decode(): value[2] for value in values}))
+def read_events(path: Path) -> dict[int, dict[str, float]]:
+    """By step, as TensorBoard reads them."""
+    accumulator = EventAccumulator(str(path))
+    accumulator.Reload()
+    found: dict[int, dict[str, float]] = {}
+    for tag in accumulator.Tags()["scalars"]:
+        for event in accumulator.Scalars(tag):
+            found.setdefault(event.step, {})[tag] = event.value
     return found
 
 
-def fields_of(message: bytes) -> list[tuple[int, Any]]:
-    found, at = [], 0
-    while at < len(message):
-        key, at = varint(message, at)
-        if key & 7 == 0:
-            value, at = varint(message, at)
-        elif key & 7 == 2:
-            size, at = varint(message, at)
-            value, at = message[at : at + size], at + size
-        else:
-            form = "<d" if key & 7 == 1 else "<f"
-            (value,) = struct.unpack_from(form, message, at)
-            at += struct.calcsize(form)
-        found.append((key >> 3, value))
-    return found
-
-
-def varint(message: bytes, at: int) -> tuple[int, int]:
-    value = shift = 0
-    while True:
-        byte = message[at]
-        value, shift, at = value | (byte & 0x7F) << shift, shift + 7, at + 1
-        if byte < 0x80:
-            return value, at
+def test_without_tensorboard_a_log_is_refused_and_all_else_works(monkeypatch: pytest.MonkeyPatch) -> None:
+    batch, program = one_gpu()
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
+    with pytest.raises(autoplan.AutoplanError, match="not installed") as caught:
+        Metrics(program, log_dir="log")
+    assert "autoplan[tensorboard]" in caught.value.attempt
+    metrics = Metrics(program)
+    for each in metrics.track([batch]):
+        program.step(each)
+    assert metrics.latest is not None
