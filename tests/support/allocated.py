@@ -1,4 +1,5 @@
-"""Bytes that torch's CPU allocator holds, by its own count: the same in every run, whatever else the process does."""
+"""Bytes that torch's CPU allocator holds, by its own count, whatever else the process does. The same in every run but
+where collectives run beside the computation: their buffers live as long as they take."""
 
 from __future__ import annotations
 
