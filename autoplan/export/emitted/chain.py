@@ -55,9 +55,8 @@ class Pipeline:
                     torch.autograd.backward(output, gradient)
                 for x in received:
                     self._send(torch.zeros_like(x) if x.grad is None else x.grad, stage, stage - 1, micro_batch)
-        for work, _ in self._posted:
-            work.wait()
-        self._posted = []
+        while self._posted:
+            self._posted.pop(0)[0].wait()
         return loss
 
     def _send(self, tensor: Tensor, source: int, reader: int, micro_batch: int) -> None:

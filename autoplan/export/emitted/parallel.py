@@ -170,9 +170,8 @@ class Pipeline:
             if len(outputs) > len(self.sends[stage]):
                 loss += outputs[-1].detach().double()
             kept[stage, micro_batch] = (received, outputs)
-        for work, _ in self._posted:
-            work.wait()
-        self._posted = []
+        while self._posted:
+            self._posted.pop(0)[0].wait()
         return loss
 
     def _receive(self, stage: int, samples: int, micro_batch: int) -> list[Tensor]:
@@ -293,8 +292,8 @@ def join(parts: list[Tensor], split: Split | None) -> Tensor:
 
 
 def save(mesh: Mesh, specs: Sequence[Spec], tensors: Mapping[str, Tensor], directory: str | Path) -> None:
-    """Write whole tensors under the model's own names, one file a pipeline rank; beside, then renamed."""
-    target, beside = Path(directory), Path(f"{directory}.part")
+    """Write whole tensors under the model's own names, a file a pipeline rank; then rename. The one before is kept."""
+    target, beside, last = (Path(f"{directory}{end}") for end in ("", ".part", ".last"))
     if dist.get_rank() == 0:
         shutil.rmtree(beside, ignore_errors=True)
         beside.mkdir(parents=True)
@@ -311,7 +310,9 @@ def save(mesh: Mesh, specs: Sequence[Spec], tensors: Mapping[str, Tensor], direc
         torch.save(whole, beside / f"pipeline-{mesh.pipeline_rank:03d}.pt")
     dist.barrier()
     if dist.get_rank() == 0:
-        shutil.rmtree(target, ignore_errors=True)  # the new one is whole, beside
+        shutil.rmtree(last, ignore_errors=True)  # the new one is whole, beside
+        if target.exists():
+            os.replace(target, last)
         os.replace(beside, target)
     dist.barrier()
 
