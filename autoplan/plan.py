@@ -12,8 +12,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import json
-import os
-import tempfile
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
@@ -21,6 +19,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 from autoplan.consistency import first_problem
 from autoplan.errors import PlanFileError
 from autoplan.plan_file import REVISION, dump, migrate
+from autoplan.whole_file import write_whole
 
 if TYPE_CHECKING:  # at run time only where a file is read: a third of what `autoplan --help` would import
     from pydantic import ConfigDict, TypeAdapter
@@ -411,17 +410,8 @@ class Plan:
 
     def save(self, path: str | Path) -> Path:
         """Write the plan; beside and renamed, so that a reader never sees half of it."""
-        target = Path(path)
-        handle, temporary = tempfile.mkstemp(dir=target.parent, prefix=target.name, suffix=".part")
-        try:
-            with os.fdopen(handle, "w", encoding="utf-8") as file:
-                file.write(self.to_json())
-            os.chmod(temporary, 0o644)
-            os.replace(temporary, target)
-        except BaseException:
-            Path(temporary).unlink(missing_ok=True)
-            raise
-        return target
+        write_whole(path, self.to_json())
+        return Path(path)
 
     @classmethod
     def load(cls, path: str | Path) -> Plan:

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import os
-import tempfile
 from pathlib import Path
 
 from autoplan.cost_models.calibration import Fit
 from autoplan.errors import ClusterError
+from autoplan.whole_file import write_whole
 
 _SOURCE = "measured"
 
@@ -60,9 +59,6 @@ def _field(name: str, value: float) -> str:
 def write_cluster(fit: Fit, path: Path) -> None:
     """Write the file beside ``path`` and rename it, so that no half of it is ever there; raises ClusterError."""
     try:
-        with tempfile.NamedTemporaryFile("w", dir=path.absolute().parent, delete=False, encoding="utf-8") as beside:
-            beside.write(cluster_toml(fit))
-        os.chmod(beside.name, 0o644)
-        os.replace(beside.name, path)
+        write_whole(path, cluster_toml(fit))
     except OSError as error:
         raise ClusterError(f"cannot write the cluster file: {error.strerror}", where=str(path)) from None

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json as text_of
-import os
 import sys
-import tempfile
 from pathlib import Path
 from typing import Annotated
 
@@ -15,6 +13,7 @@ from autoplan.cli import console, options
 from autoplan.errors import AutoplanError
 from autoplan.explain.text import percent, seconds
 from autoplan.plan import Plan
+from autoplan.whole_file import write_whole
 
 Target = Annotated[
     Path | None, typer.Option("-o", "--output", metavar="TRACE.json", help="Where to write it; - is stdout.")
@@ -64,14 +63,6 @@ def _remarks(facts: dict[str, float]) -> None:
 def write_beside(target: Path, text: str) -> None:
     """Write ``text`` beside ``target`` and rename, so that a reader never sees half of it."""
     try:
-        handle, temporary = tempfile.mkstemp(dir=target.absolute().parent, prefix=target.name, suffix=".part")
-        try:
-            with os.fdopen(handle, "w", encoding="utf-8") as file:
-                file.write(text)
-            os.chmod(temporary, 0o644)
-            os.replace(temporary, target)
-        except BaseException:
-            Path(temporary).unlink(missing_ok=True)
-            raise
+        write_whole(target, text)
     except OSError as error:
         raise AutoplanError(f"cannot write the file: {error.strerror}", where=str(target)) from None

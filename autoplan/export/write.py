@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import os
-import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 
 from autoplan.errors import AutoplanError
+from autoplan.whole_file import write_whole
 
 
 def write_files(files: Mapping[str, str], directory: Path) -> None:
@@ -22,10 +21,6 @@ def write_files(files: Mapping[str, str], directory: Path) -> None:
     try:
         directory.mkdir(parents=True, exist_ok=True)
         for name, text in files.items():
-            handle, temporary = tempfile.mkstemp(dir=directory, prefix=name, suffix=".part")
-            with os.fdopen(handle, "w", encoding="utf-8") as file:
-                file.write(text)
-            os.chmod(temporary, 0o755 if text.startswith("#!") else 0o644)
-            os.replace(temporary, directory / name)
+            write_whole(directory / name, text, mode=0o755 if text.startswith("#!") else 0o644)
     except OSError as error:
         raise AutoplanError(f"cannot write: {error.strerror}", where=str(error.filename or directory)) from None
