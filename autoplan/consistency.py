@@ -213,6 +213,8 @@ def _time(plan: Plan) -> Iterator[Problem]:
             parts, whole = getattr(stage, f"{name}_terms"), getattr(stage, f"{name}_s")
             if parts and not _close(sum(parts.values()), whole, _SUM):
                 yield f"stages.{index}.{name}_s", f"{whole}, but its terms sum to {sum(parts.values())}"
+    if (least := plan.certificate.lower_bound_s) > step * (1 + _SUM):
+        yield "certificate.lower_bound_s", f"{least}, more than the plan's own step of {step}"
     tokens = plan.global_batch * plan.model.tokens_per_sample / step
     if not _close(tokens, predicted.tokens_per_s, _ROUNDED):
         yield "predicted.tokens_per_s", f"{predicted.tokens_per_s}, but batch, tokens and step time make {tokens}"

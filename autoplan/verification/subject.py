@@ -80,7 +80,7 @@ def _resolve(model: Any, plan: Plan, example_inputs: Any, loss_fn: Callable[...,
         found = resolve(model, precision=precision, batch=batch)
         names = found.example_inputs if isinstance(found.example_inputs, dict) else {}
         if not is_factory(model) and "input_ids" in names:
-            found = resolve(model, sequence=plan.model.tokens_per_sample, precision=precision, batch=batch)
+            found = _at_length(model, plan, precision, batch)
         return found
     if not isinstance(model, nn.Module) and callable(model):
         made = model()
@@ -92,6 +92,17 @@ def _resolve(model: Any, plan: Plan, example_inputs: Any, loss_fn: Callable[...,
         loss_fn = parts[2] if len(parts) > 2 and loss_fn is None else loss_fn
     sequence = plan.model.tokens_per_sample if example_inputs is None else None
     return from_module(model, example_inputs, loss_fn=loss_fn, sequence=sequence)
+
+
+def _at_length(model: str, plan: Plan, precision: str | None, batch: int) -> Any:
+    """A named model with the plan's sequences; one that cannot take them is not the plan's."""
+    try:
+        return resolve(model, sequence=plan.model.tokens_per_sample, precision=precision, batch=batch)
+    except ModelError as error:
+        raise PlanFileError(
+            f"the plan was made for {plan.model.name}, and this model is {model}: {error.what}",
+            attempt="the model that the plan was made for, or plan again for this one",
+        ) from None
 
 
 def _is_cast(model: nn.Module, plan: Plan) -> bool:

@@ -67,6 +67,19 @@ def test_a_plan_for_another_model_is_bad_input(
     assert "another graph" in result.stderr
 
 
+def test_a_model_that_cannot_take_the_plans_sequences_is_not_the_plans(
+    invoke: Invoke, config: Path, planned: autoplan.Plan, tmp_path: Path
+) -> None:
+    longer = dataclasses.replace(planned.model, name="another-model", tokens_per_sample=2**20)
+    tokens_per_s = planned.global_batch * 2**20 / planned.predicted.step_time_s
+    predicted = dataclasses.replace(planned.predicted, tokens_per_s=tokens_per_s)
+    other = dataclasses.replace(planned, model=longer, predicted=predicted)
+    for command, *more in (("verify",), ("emit", "-o", str(tmp_path / "program"))):
+        result = invoke(command, str(config), str(other.save(tmp_path / "plan.json")), *more)
+        assert result.exit_code == 2
+        assert "the plan was made for another-model" in " ".join(result.stderr.split())
+
+
 @pytest.mark.wide
 def test_the_numbers_are_the_same(invoke: Invoke, config: Path, planned: autoplan.Plan, tmp_path: Path) -> None:
     result = invoke("verify", str(config), str(planned.save(tmp_path / "plan.json")))

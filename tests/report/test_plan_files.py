@@ -81,6 +81,7 @@ def whole(plan: Plan) -> None:
     assert all(0 <= s.peak_memory_bytes <= plan.cluster.memory_bytes * 1.001 for s in plan.stages)
     assert all(math.isclose(sum(s.memory_terms.values()), s.peak_memory_bytes, rel_tol=1e-5) for s in plan.stages)
     assert 0 < plan.predicted.step_time_s < math.inf
+    assert plan.certificate.lower_bound_s <= plan.predicted.step_time_s * 1.001
     for s in plan.stages:
         assert plan.strategy.micro_batches * (s.forward_s + s.backward_s) <= plan.predicted.step_time_s * 1.001
 
@@ -146,6 +147,7 @@ def test_what_the_search_makes_is_whole(data: dict[str, Any]) -> None:
         (("gpus",), 7, "gpus"),
         (("stages", 0, "peak_memory_bytes"), 1.0, "stages.0.peak_memory_bytes"),
         (("stages", 0, "memory_terms", "weights"), -1.0, "stages.0.memory_terms.weights"),
+        (("certificate", "lower_bound_s"), 1e3, "certificate.lower_bound_s"),
         (("stages", 0, "recompute"), {"none": 1}, "stages.0.recompute"),
         (("stages", 0, "forward_s"), 1e9, "predicted.step_time_s"),
         (("predicted", "step_time_s"), math.inf, "predicted.step_time_s"),
