@@ -73,9 +73,9 @@ def forgotten_norm_gradients(patch: Patch) -> None:
     """Under sequence parallelism ranks keep their summands of a norm's gradient."""
     original = rank_part.apart
 
-    def forgetting(working: Any, mesh: Any, tied: Any, summands: Any, experts: Any) -> Any:
+    def forgetting(working: Any, mesh: Any, tied: Any, summands: Any, *others: Any, **more: Any) -> Any:
         kept = tuple(name for name in summands if not name.startswith(f"{LAYER}."))
-        return original(working, mesh, tied, kept, experts)
+        return original(working, mesh, tied, kept, *others, **more)
 
     patch.setattr(rank_part, "apart", forgetting)
 
