@@ -39,8 +39,8 @@ def _axis(plan: Plan, axis: Axis) -> Iterator[tuple[str, str]]:
     others = " and so on" if axis.degree < plan.gpus_used else ""
     yield "splits", axis.splits
     yield "by", axis.collective
-    if when(plan, axis):
-        yield "when", when(plan, axis)
+    if moments := when(plan, axis):
+        yield "when", moments
     yield "over", axis.link + (f", among {among}{others}" if among else "")
     shows = f"{seconds(axis.exposed_s)} ({percent(axis.exposed_s / step)}) of the step shows"
     yield "a step", f"{axis.times_per_step:,} times, {size(axis.bytes_per_step)} from each GPU; {shows}"

@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from autoplan.runtime.collectives import Mesh
-from autoplan.runtime.masters import widened
+from autoplan.runtime.masters import masters_of, round_into, widened
 from autoplan.runtime.waits import WAITS
 
 BUCKET_BYTES = 25 * 2**20  # torch DDP's default: large enough for bandwidth, small enough to start early
@@ -244,16 +244,11 @@ class Replicated(GradientSync):
     ) -> None:
         super().__init__(working, mesh, tied, every=False)
         self._sums: list[tuple[dist.Work, Tensor, list[nn.Parameter]]] = []
-        self.parameters, self._masters = dict(self.working), {}
-        for name, parameter in self.working.items():
-            own = widened(parameter.detach(), parameter, masters)
-            if own.dtype != parameter.dtype:
-                self.parameters[name] = self._masters[name] = nn.Parameter(own)
+        self._masters = masters_of(self.working, masters)
+        self.parameters = {**self.working, **self._masters}
 
-    @torch.no_grad()
     def refresh(self) -> None:
-        for name, master in self._masters.items():
-            self.working[name].copy_(master)
+        round_into(self.working, self._masters)
 
     def _start(self, index: int) -> None:
         members = [self.working[name] for name in self._buckets[index].names]

@@ -25,7 +25,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from autoplan.passes.operators import gathering
 from autoplan.runtime.collectives import Mesh
 from autoplan.runtime.data_parallel import GradientSync, Replicated, Sharded
-from autoplan.runtime.masters import widened
+from autoplan.runtime.masters import masters_of, round_into
 from autoplan.runtime.waits import WAITS
 
 WINDOW = 2  # layers whole at once in the backward: where one layer's backward runs into the next one's
@@ -87,11 +87,8 @@ class Gathered(Sharded):
             name: nn.Parameter(self._own_slice(p.detach()), requires_grad=p.requires_grad)
             for name, p in working.items()
         }
-        self.parameters = dict(self._slices)
-        for name, own in self._slices.items():
-            values = widened(own.detach(), own, masters)
-            if values.dtype != own.dtype:
-                self.parameters[name] = nn.Parameter(values)
+        self._masters = masters_of(self._slices, masters)
+        self.parameters = {**self._slices, **self._masters}
         self._names = {id(own): name for name, own in self._slices.items()}
         self.peak_whole_bytes = self.gathers = 0
         self._storages: dict[int, _Known] = {}
@@ -157,12 +154,9 @@ class Gathered(Sharded):
         self._gradients = {}
         self._whole.clear()
 
-    @torch.no_grad()
     def refresh(self) -> None:
         """This rank's slices alone: nothing is whole when a step begins."""
-        for name, own in self._slices.items():
-            if self.parameters[name] is not own:
-                own.copy_(self.parameters[name])
+        round_into(self._slices, self._masters)
 
     # ---------------------------------------------------------------------------------------------------- saved tensors
 

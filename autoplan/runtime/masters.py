@@ -9,6 +9,8 @@ and not 2. ``bf16-pure`` and ``fp16-pure`` keep no masters. Parameters of anothe
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 from torch import Tensor, nn
 
@@ -27,3 +29,16 @@ def widened(values: Tensor, like: nn.Parameter, masters: bool) -> Tensor:
     """What the optimizer updates of ``values``, all or a slice of the parameter ``like``: a float32 copy of 16-bit
     ones that train where there are ``masters``; ``values`` themselves elsewhere."""
     return values.float() if masters and like.requires_grad and like.dtype in _HALF else values
+
+
+def masters_of(parameters: Mapping[str, nn.Parameter], masters: bool) -> dict[str, nn.Parameter]:
+    """float32 copies of those of ``parameters`` that have masters, by the same names."""
+    wide = {name: widened(own.detach(), own, masters) for name, own in parameters.items()}
+    return {name: nn.Parameter(values) for name, values in wide.items() if values.dtype != parameters[name].dtype}
+
+
+@torch.no_grad()
+def round_into(parameters: Mapping[str, nn.Parameter], masters: Mapping[str, nn.Parameter]) -> None:
+    """Bring the 16-bit ``parameters`` up to their ``masters``."""
+    for name, master in masters.items():
+        parameters[name].copy_(master)

@@ -160,12 +160,12 @@ class Metrics:
         predicted = plan.predicted
         waiting = predicted.exposed_communication_s + predicted.bubble_fraction * predicted.step_time_s
         rows = [
-            ("step", predicted.step_time_s, _median(r.step_s for r in readings), text.seconds),
-            ("tokens/s", predicted.tokens_per_s, _median(r.tokens_per_s for r in readings), text.count),
-            ("MFU", predicted.mfu, _median(r.mfu for r in readings), text.percent),
-            ("memory", predicted.peak_memory_bytes, _median(r.memory_bytes for r in readings), text.size),
-            ("waits and bubble", waiting, _median(r.exposed_communication_s for r in readings), text.seconds),
-            ("wait for data", 0.0, _median(r.data_s for r in readings), text.seconds),
+            ("step", predicted.step_time_s, statistics.median(r.step_s for r in readings), text.seconds),
+            ("tokens/s", predicted.tokens_per_s, statistics.median(r.tokens_per_s for r in readings), text.count),
+            ("MFU", predicted.mfu, statistics.median(r.mfu for r in readings), text.percent),
+            ("memory", predicted.peak_memory_bytes, statistics.median(r.memory_bytes for r in readings), text.size),
+            ("waits and bubble", waiting, statistics.median(r.exposed_communication_s for r in readings), text.seconds),
+            ("wait for data", 0.0, statistics.median(r.data_s for r in readings), text.seconds),
         ]
         lines = [f"{'':18}{'predicted':>12}{'measured':>12}{'ratio':>8}"]
         for name, said, found, write in rows:
@@ -238,10 +238,6 @@ def _memory_bytes(device: torch.device) -> float:
         return float(total - free)
     unit = 1 if sys.platform == "darwin" else 1024
     return float(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit)
-
-
-def _median(values: Iterable[float]) -> float:
-    return statistics.median(values)
 
 
 def _line(reading: StepMetrics, plan: Plan) -> str:
