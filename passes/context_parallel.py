@@ -29,7 +29,7 @@ from autoplan.capture.errors import node_line
 from autoplan.capture.types import InputSpec
 from autoplan.errors import StrategyError
 from autoplan.passes import context_operators, context_rules
-from autoplan.passes.context_rules import is_in_place, is_whole
+from autoplan.passes.context_rules import can_be_dealt, is_in_place, is_whole
 from autoplan.passes.lint_context import check_positions
 from autoplan.passes.misread import shapes_of, shapes_when_run
 from autoplan.passes.rewriting import AxisWriter, LocalValues, layout, origin_of, override, place_of
@@ -115,7 +115,7 @@ class _Writer(AxisWriter):
 
     def __post_init__(self) -> None:
         self.facts = GraphFacts(self.graph_module, self.degree)
-        self.dealt = GraphFacts(self.graph_module, 2 * self.degree)
+        self.dealt = self.facts.at(2 * self.degree)
         self.local_values = LocalValues(self.degree)
 
     def write(self) -> GraphModule:
@@ -185,7 +185,7 @@ class _Writer(AxisWriter):
     def _reachable(self, operation: Operation, option: Option, states: Sequence[Placement]) -> bool:
         """Whether the operands can be placed so, without gathering what is not keys and values."""
         results = [(shape, option.output) for shape in operation.shapes]
-        if any(isinstance(state, Shard) and not self._divides(shape, state) for shape, state in results):
+        if any(isinstance(state, Shard) and not can_be_dealt(shape, state, self.degree) for shape, state in results):
             return False
         if is_in_place(operation) and states[0] != option.inputs[0]:
             return False
@@ -201,13 +201,14 @@ class _Writer(AxisWriter):
         if isinstance(want, Shard):
             # A parameter that is split along the sequence by a product would be tensor parallelism.
             summed = isinstance(option.output, Partial) and operand.differentiable
-            return is_whole(have) and not summed and all(self._divides(shape, want) for shape in operand.shapes)
+            return (
+                is_whole(have)
+                and not summed
+                and all(can_be_dealt(shape, want, self.degree) for shape in operand.shapes)
+            )
         if isinstance(want, Partial):
             return False
         return is_whole(have) or (isinstance(have, Shard) and operation.key in _GATHERED)
-
-    def _divides(self, shape: tuple[int, ...], state: Shard) -> bool:
-        return state.dim < len(shape) and state.divides(shape[state.dim], 2 * self.degree)
 
     def _of_summands(self, node: Node, operation: Operation, states: Sequence[Placement]) -> Option:
         """For what does not pass summands on they are added up first."""
@@ -231,7 +232,7 @@ class _Writer(AxisWriter):
         return frozenset(
             state
             for state in found
-            if isinstance(state, Shard) and all(self._divides(shape, state) for shape in operation.shapes)
+            if isinstance(state, Shard) and all(can_be_dealt(shape, state, self.degree) for shape in operation.shapes)
         )
 
     def _refusal(self, node: Node) -> StrategyError:

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
-from autoplan.sharding.operation import Operation
+from autoplan.sharding.operation import Operation, Shape
 from autoplan.sharding.placements import COPIED, PARTIAL, REPLICATE, Copied, Placement, Replicate, Shard
 from autoplan.sharding.registry import rule_of
 from autoplan.sharding.rules import Option, Pointwise
@@ -106,6 +106,11 @@ def _loss_options(operation: Operation, slot: int, state: Shard) -> Iterator[Opt
         yield Option((state, state.at(state.dim - (state.dim > classes))), PARTIAL)
     elif slot == 1:
         yield Option((state.at(state.dim + (state.dim >= classes)), state), PARTIAL)
+
+
+def can_be_dealt(shape: Shape, state: Shard, degree: int) -> bool:
+    """Whether a value of ``shape`` can lie over ``degree`` ranks as ``state``, in two pieces a rank."""
+    return state.dim < len(shape) and state.divides(shape[state.dim], 2 * degree)
 
 
 def is_whole(state: Placement) -> bool:

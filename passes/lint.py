@@ -21,7 +21,7 @@ from torch.fx import GraphModule, Node
 
 from autoplan.errors import AutoplanError
 from autoplan.passes import operators
-from autoplan.passes.misread import misread, shapes_of, shapes_when_run, share, tensor_operands
+from autoplan.passes.misread import literals_problem, misread, shapes_of, share, tensor_operands
 from autoplan.passes.rewriting import shard_of
 from autoplan.sharding.conversions import without_gradient
 from autoplan.sharding.operation import GraphFacts, Operation
@@ -247,13 +247,9 @@ class _Linter:
         rule = rule_of(operation.node)
         if node.target in _FORM_OF or rule is None or not option.split or not rule.local_arguments(operation, option):
             return
-        try:
-            local = shapes_when_run(node)
-        except Exception as error:
-            raise self._objection(node, f"local sizes ({str(error).splitlines()[0]})") from None
         wanted = tuple(share(shape, option.output, self.degree) for shape in operation.shapes)
-        if local not in (None, wanted):
-            raise self._objection(node, f"a local shape of {wanted}, not {local}")
+        if problem := literals_problem(node, wanted):
+            raise self._objection(node, problem)
 
     def _objection(self, node: Node, wanted: str, *, placed: Placement | None = None) -> AutoplanError:
         found = str(placed) if placed else ", ".join(str(self.states[child]) for child in tensor_operands(node))

@@ -19,8 +19,8 @@ from torch.fx import GraphModule, Node
 
 from autoplan.errors import AutoplanError
 from autoplan.passes import context_operators, context_rules
-from autoplan.passes.context_rules import is_whole
-from autoplan.passes.misread import misread, shapes_of, shapes_when_run, share, tensor_operands
+from autoplan.passes.context_rules import can_be_dealt, is_whole
+from autoplan.passes.misread import literals_problem, misread, shapes_of, share, tensor_operands
 from autoplan.passes.rewriting import layout, shard_of
 from autoplan.sharding.operation import GraphFacts, Operation
 from autoplan.sharding.placements import PARTIAL, Partial, Placement, Shard
@@ -48,7 +48,7 @@ class _Linter:
     def __init__(self, rewritten: GraphModule, original: GraphModule, degree: int) -> None:
         self.rewritten, self.degree = rewritten, degree
         self.dealt = GraphFacts(original, 2 * degree)  # in two pieces a rank
-        self.local = GraphFacts(original, degree)
+        self.local = self.dealt.at(degree)
         self.by_name = {node.name: node for node in original.graph.nodes}
         self.states: dict[Node, Placement] = {}
 
@@ -81,7 +81,7 @@ class _Linter:
         match node.target:
             case context_operators.own_positions if is_whole(state):
                 found = shard_of(arguments)
-                if all(found.divides(shape[found.dim], 2 * self.degree) for shape in shapes_of(value)):
+                if all(can_be_dealt(shape, found, self.degree) for shape in shapes_of(value)):
                     return found
             case context_operators.all_positions if isinstance(state, Shard) and layout(state) == arguments:
                 return context_rules.whole(True)
@@ -132,10 +132,7 @@ class _Linter:
         return all(have == want or (is_whole(have) and is_whole(want)) for have, want in pairs)
 
     def _divides(self, original: Node, state: Shard) -> bool:
-        return all(
-            state.dim < len(shape) and state.divides(shape[state.dim], 2 * self.degree)
-            for shape in self.dealt.shapes[original]
-        )
+        return all(can_be_dealt(shape, state, self.degree) for shape in self.dealt.shapes[original])
 
     # ------------------------------------------------------------------------------------------------ checks
 
@@ -158,13 +155,9 @@ class _Linter:
         rule, operation = rule_of(original), self.local.operation(original)
         if option.form != "plain" or rule is None or not option.split or not rule.local_arguments(operation, option):
             return
-        try:
-            local = shapes_when_run(node)
-        except Exception as error:
-            raise self._objection(node, f"local sizes ({str(error).splitlines()[0]})") from None
         wanted = tuple(share(shape, option.output, self.degree) for shape in operation.shapes)
-        if local not in (None, wanted):
-            raise self._objection(node, f"a local shape of {wanted}, not {local}")
+        if problem := literals_problem(node, wanted):
+            raise self._objection(node, problem)
 
     def _objection(self, node: Node, wanted: str, *, placed: Placement | None = None) -> AutoplanError:
         found = str(placed) if placed else ", ".join(str(self.states[child]) for child in tensor_operands(node))

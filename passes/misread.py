@@ -55,6 +55,15 @@ def shapes_when_run(node: Node) -> tuple[Shape, ...] | None:
     return tuple(shape_at(tensor, MAX_BATCH) for tensor in tensors_of(result))
 
 
+def literals_problem(node: Node, wanted: tuple[Shape, ...]) -> str:
+    """What ``node``, whose sizes stand in the graph, needs to give ``wanted`` shapes; "" where it does."""
+    try:
+        local = shapes_when_run(node)
+    except Exception as error:
+        return f"local sizes ({str(error).splitlines()[0]})"
+    return "" if local in (None, wanted) else f"a local shape of {wanted}, not {local}"
+
+
 def misread(node: Node, originals: Mapping[str, Node], found: str, wanted: str, *, axis: str) -> AutoplanError:
     """``node`` reads values placed ``found`` and needs ``wanted``, at the user's line."""
     beside = originals.get(node.name) or originals.get(origin_of(node))
