@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from autoplan import progress
 from autoplan.cluster import Cluster
-from autoplan.consistency import other_model
+from autoplan.consistency import not_its_cluster, other_cluster, other_count, other_model
 from autoplan.errors import ClusterError, ModelError, PlanFileError, StrategyError
 from autoplan.plan import Plan
 from autoplan.request import AskedModel, Gpus, Traced, Wish, cluster_of, problem_of
@@ -142,7 +142,7 @@ def compile(
     if plan is None:
         wish = Wish(strategy, optimizer)
         plan = _on_first_rank(world, lambda: _timed(search, problem_of(traced, cluster, wish), traced))
-    _check_made_for(plan, traced, cluster)
+    _check_made_for(plan, traced, cluster, gpus)
     _checked_precision(plan.precision, traced.layers.dtype)
     if plan.gpus_used < plan.gpus:
         _LOG.warning("autoplan: %s", plan.case)
@@ -212,18 +212,22 @@ def _local_device() -> str:
     return "cuda" if torch.cuda.is_available() else "none"
 
 
-def _check_made_for(plan: Plan, traced: Traced, cluster: Cluster) -> None:
-    """A plan made for another model or another count of GPUs is refused with what differs."""
+def _check_made_for(plan: Plan, traced: Traced, cluster: Cluster, gpus: Gpus) -> None:
+    """A plan made for another model or another cluster is refused with what differs.
+
+    Of a cluster that nobody named, only the count is sure: links of the same GPUs may have been measured for the plan.
+    cpu processes stand in for any GPUs.
+    """
     if unlike := other_model(plan, traced.layers):
         raise PlanFileError(
             f"the plan was made for {plan.model.name}, and this model is {traced.layers.name} with another graph: "
             f"{unlike}",
             attempt="plan again for this model",
         )
-    if plan.gpus != cluster.gpus:
-        raise PlanFileError(
-            f"the plan was made for {plan.gpus} GPUs, and {cluster.gpus} are here", attempt="plan again for these GPUs"
-        )
+    named = gpus is not None and not str(gpus).strip().isdigit()
+    differs = other_cluster if named and not cluster.device.is_cpu else other_count
+    if unlike := differs(plan, cluster):
+        raise not_its_cluster(plan, cluster, unlike, attempt="plan again for these GPUs")
     if not cluster.device.is_cpu and plan.cluster.device != cluster.device.name:
         _LOG.warning(
             "autoplan: the plan's times and memory are of %s, and these are %s",

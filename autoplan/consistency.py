@@ -6,20 +6,28 @@ GPUs, must not be drawn, compared or trained.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import math
+import re
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
+from autoplan.errors import AutoplanError, PlanFileError
+
 if TYPE_CHECKING:
+    from autoplan.cluster import Cluster
     from autoplan.layers import LayerGraph
-    from autoplan.plan import Plan, Stage
+    from autoplan.plan import ClusterSummary, Plan, Stage
 
 # Sums of floats of a file, and figures that a person may have rounded (tokens/s).
 _SUM, _ROUNDED = 1e-6, 1e-3
 # No figure of a plan comes near: bytes of the largest clusters are about 1e18.
 _LARGEST = 1e30
+# Data sheets are corrected by less, and no two kinds of one name are nearer (A100 of 40 and of 80 GB).
+_CORRECTED = 0.1
+_LONGEST_SPEC = 200
 _ZERO_STAGES = (0, 1, 2, 3)
 _SCHEDULES = ("gpipe", "1f1b", "interleaved", "zero_bubble")
 _POLICIES = ("none", "selective", "full")
@@ -33,7 +41,7 @@ Problem = tuple[str, str]
 
 def first_problem(plan: Plan) -> Problem | None:
     """The first field that disagrees with the others, and how; None for a plan that is whole."""
-    for check in (_numbers, _strategy, _machines, _layers, _stages, _memory, _time, _names):
+    for check in (_numbers, _strategy, _machines, _spec, _layers, _stages, _memory, _time, _names):
         for problem in check(plan):
             return problem
     return None
@@ -53,6 +61,77 @@ def other_model(plan: Plan, layers: LayerGraph) -> str:
         moved = [(one, other) for one, other in zip(made_for.layers, names, strict=True) if one != other]
         unlike += [f"layer {one} there and {other} here" for one, other in moved[:1]]
     return "; ".join(unlike) or "operators or shapes of the same layers"
+
+
+def other_cluster(plan: Plan, cluster: Cluster) -> str:
+    """What ``cluster`` differs in from the cluster that ``plan`` was made for; "" where it is that cluster.
+
+    Figures that a plan file does not hold (links, speeds) are compared by the cluster's fingerprint, which the oldest
+    files lack.
+    """
+    if unlike := _unlike_machines(plan, cluster):
+        return "; ".join(unlike)
+    if plan.cluster.fingerprint in ("", cluster.fingerprint):
+        return ""
+    return "; ".join(_unlike_links(plan.cluster, cluster)) or "links or other figures of GPUs of the same name"
+
+
+def other_count(plan: Plan, cluster: Cluster) -> str:
+    """As :func:`other_cluster` where the kind does not matter, only how many GPUs there are."""
+    return "" if plan.gpus == cluster.gpus else f"{plan.gpus} GPUs there and {cluster.gpus} here"
+
+
+def not_its_cluster(plan: Plan, cluster: Cluster, unlike: str, *, attempt: str) -> PlanFileError:
+    """The error for a plan that is used with ``cluster``, which is ``unlike`` the one that it was made for."""
+    return PlanFileError(
+        f"the plan was made for {plan.cluster.spec}, and {cluster.spec} is another cluster: {unlike}",
+        legal=f"the plan's own cluster: {plan.cluster.describe()}",
+        attempt=attempt,
+    )
+
+
+def _unlike_machines(plan: Plan, cluster: Cluster) -> list[str]:
+    parts: list[Any] = list(plan.cluster.groups or (plan.cluster,))
+    kinds = [" + ".join(names) for names in ([p.device for p in parts], [p.device.name for p in cluster.one_kind])]
+    unlike = [f"{kinds[0]} there and {kinds[1]} here"] if kinds[0] != kinds[1] else []
+    if count := other_count(plan, cluster):
+        return [*unlike, count]
+    nodes = [_nodes(parts), _nodes(cluster.one_kind)]
+    if nodes[0] != nodes[1]:
+        unlike.append(f"{nodes[0]} GPUs there and {nodes[1]} here")
+    if unlike:
+        return unlike
+    for one, other in zip(parts, cluster.one_kind, strict=True):
+        if not _close(one.memory_bytes, other.device.memory_bytes, _SUM):
+            unlike.append(f"{_gib(one.memory_bytes)} a GPU there and {_gib(other.device.memory_bytes)} a GPU here")
+    return unlike
+
+
+def _nodes(parts: Iterable[Any]) -> str:
+    return " + ".join(f"{part.nodes} x {part.gpus_per_node}" for part in parts)
+
+
+def _gib(value: float) -> str:
+    return f"{value / 2**30:.1f} GiB"
+
+
+def _unlike_links(made_for: ClusterSummary, cluster: Cluster) -> list[str]:
+    """Links that differ, where the cluster that the plan was made for can still be read."""
+    from autoplan.cluster import Cluster
+
+    with contextlib.suppress(AutoplanError):
+        there = Cluster.parse(made_for.spec)
+        if there.fingerprint == made_for.fingerprint:
+            named = {
+                "inside a node": (there.intra, cluster.intra),
+                "between nodes": (there.inter, cluster.inter),
+            }
+            return [
+                f"links {where} {one.bytes_per_s / 1e9:g} GB/s there and {other.bytes_per_s / 1e9:g} here"
+                for where, (one, other) in named.items()
+                if one.bytes_per_s != other.bytes_per_s
+            ]
+    return []
 
 
 def _shown(value: int | str) -> str:
@@ -120,6 +199,49 @@ def _machines(plan: Plan) -> Iterator[Problem]:
     yield from _groups(plan)
     if plan.model.trainable_parameters > plan.model.parameters:
         yield "model.trainable_parameters", f"{plan.model.trainable_parameters}, of {plan.model.parameters} parameters"
+
+
+def _spec(plan: Plan) -> Iterator[Problem]:
+    """The cluster's name against what is said of it.
+
+    Of kinds that have a data sheet only: a cluster file may be changed or gone, and a plan is read without it. That a
+    fingerprint is another than today's is no contradiction: data sheets are corrected, and older plans stay readable.
+    """
+    summary = plan.cluster
+    if summary.fingerprint and not re.fullmatch("[0-9a-f]{64}", summary.fingerprint):
+        yield "cluster.fingerprint", "not 64 hexadecimal digits"
+    named = _preset(summary.spec)
+    if named is None:
+        return
+    exact = summary.fingerprint == named.fingerprint
+    said: list[Any] = list(summary.groups or (summary,))
+    if len(said) != len(named.one_kind):
+        yield "cluster.groups", f"{len(said)} kinds of GPUs, but `{summary.spec}` has {len(named.one_kind)}"
+        return
+    for index, (part, there) in enumerate(zip(said, named.one_kind, strict=True)):
+        where = f"cluster.groups.{index}" if summary.groups else "cluster"
+        fields = ("device", "nodes", "gpus_per_node")
+        for name, means in zip(fields, (there.device.name, there.nodes, there.gpus_per_node), strict=True):
+            if (found := getattr(part, name)) != means:
+                yield f"{where}.{name}", f"{found!r}, but `{summary.spec}` means {means!r}"
+        memory = there.device.memory_bytes
+        if not _close(part.memory_bytes, memory, _SUM if exact else _CORRECTED):
+            yield f"{where}.memory_bytes", f"{part.memory_bytes}, but a GPU of `{summary.spec}` has {memory}"
+    if summary.groups and summary.memory_bytes != (most := max(group.memory_bytes for group in summary.groups)):
+        yield "cluster.memory_bytes", f"{summary.memory_bytes}, but the largest GPU has {most}"
+
+
+def _preset(spec: str) -> Cluster | None:
+    """The cluster of a SPEC text that means the same everywhere; None for files and counts of this machine's GPUs."""
+    text = spec.strip()
+    if len(text) > _LONGEST_SPEC or "/" in text or text.endswith(".toml") or text.lstrip("+-").isdigit():
+        return None
+    from autoplan.cluster import Cluster
+
+    try:
+        return Cluster.parse(text)
+    except AutoplanError:  # a file, or a kind, that is not known here
+        return None
 
 
 def _groups(plan: Plan) -> Iterator[Problem]:

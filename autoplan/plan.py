@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 from autoplan.consistency import first_problem
 from autoplan.errors import PlanFileError
-from autoplan.plan_file import REVISION, dump, migrate
+from autoplan.plan_file import REVISION, NoRevisionError, dump, migrate
 from autoplan.whole_file import write_whole
 
 if TYPE_CHECKING:  # at run time only where a file is read: a third of what `autoplan --help` would import
@@ -387,6 +387,13 @@ class Plan:
             )
         try:
             data = migrate(data)
+        except NoRevisionError as error:
+            raise PlanFileError(
+                f"{error}, and no revision of plan files",
+                where=where,
+                legal=f"a whole number: revisions 1 to {REVISION}; left out, it is 1",
+                attempt="plan again, or mend the field",
+            ) from None
         except ValueError as error:
             raise PlanFileError(
                 f"this plan file is of another version of autoplan: {error}",

@@ -49,14 +49,21 @@ def _block(opening: str, lines: list[str], closing: str, indent: str) -> str:
     return f"{opening}\n" + ",\n".join(f"{indent}  {line}" for line in lines) + f"\n{indent}{closing}"
 
 
+class NoRevisionError(ValueError):
+    """What stands where a file's revision is was never one: revisions count from 1."""
+
+
 def migrate(data: Data) -> Data:
     """``data`` of a file of any revision up to the newest as that of the newest.
 
     What an older file does not say is derived where that is exact, else left to the fields' defaults; a file that
-    is malformed stays so, for the reader to name the field. Raises ``ValueError`` for a revision that is not known.
+    is malformed stays so, for the reader to name the field. Raises ``ValueError`` for a revision that is not known,
+    :class:`NoRevisionError` for what is none at all.
     """
     revision = data.get("revision", 1)
-    if isinstance(revision, bool) or not isinstance(revision, int) or not 1 <= revision <= REVISION:
+    if isinstance(revision, bool) or not isinstance(revision, int) or revision < 1:
+        raise NoRevisionError(f"field `revision` is {json.dumps(revision)}")
+    if revision > REVISION:
         raise ValueError(f"its revision is {revision!r}")
     for step in range(revision, REVISION):
         data = {**STEPS[step](data), "revision": step + 1}

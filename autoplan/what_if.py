@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from autoplan import progress
 from autoplan.cluster import Cluster, Link
-from autoplan.consistency import other_model
+from autoplan.consistency import not_its_cluster, other_cluster, other_model
 from autoplan.errors import AutoplanError, ClusterError, InfeasibleError, PlanFileError
 from autoplan.explain.text import size
 from autoplan.plan import OtherAnswer, Plan
@@ -43,7 +43,7 @@ class Question:
 def question(plan: Plan, *, model: str | None = None, gpus: Gpus = None) -> Question:
     """The question that ``plan`` answers. ``model`` and ``gpus``: where they are not what the plan calls them.
 
-    Raises :class:`PlanFileError` where the model is another, and says what differs.
+    Raises :class:`PlanFileError` where the model or the cluster is another, and says what differs.
     """
     cluster = _cluster(plan, gpus)
     named = model or plan.model.name
@@ -93,8 +93,10 @@ def _cluster(plan: Plan, gpus: Gpus) -> Cluster:
             where=plan.cluster.spec,
             attempt="--gpus SPEC, as it was given to `autoplan plan`",
         ) from None
-    if cluster.gpus != plan.gpus:
-        raise ClusterError(f"the plan was made for {plan.gpus} GPUs, and this is a cluster of {cluster.gpus}")
+    if unlike := other_cluster(plan, cluster):
+        usual = "--gpus SPEC, as it was given to `autoplan plan`; or plan again for this cluster"
+        changed = f"plan again: {plan.cluster.spec} is not what it was when the plan was made"
+        raise not_its_cluster(plan, cluster, unlike, attempt=changed if gpus is None else usual)
     return cluster
 
 

@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 
 from autoplan import plan_file
-from autoplan.consistency import other_model
+from autoplan.cluster import Cluster, Link
+from autoplan.consistency import not_its_cluster, other_cluster, other_count, other_model
 from autoplan.errors import PlanFileError
 from autoplan.layers import LayerGraph
 from autoplan.plan import OtherAnswer, Plan, Strategy
@@ -56,9 +57,19 @@ def test_the_first_files_said_only_what_all_sends_take() -> None:
 @pytest.mark.parametrize("revision", [plan_file.REVISION + 1, 0, -1, "2", None, True, 1.5])
 def test_a_revision_that_is_not_known_is_refused(revision: object) -> None:
     data = planned().to_dict() | {"revision": revision}
-    with pytest.raises(PlanFileError, match=r"revision is .*\n.*\n.*revisions 1 to") as caught:
+    with pytest.raises(PlanFileError, match=r"revision`? is .*\n.*\n.*revisions 1 to") as caught:
         Plan.from_json(json.dumps(data), where="new.json")
     assert "new.json" in str(caught.value)
+
+
+@pytest.mark.parametrize("revision", [0, -1, "2", None, 1.5])
+def test_what_was_never_a_revision_is_no_matter_of_versions(revision: object) -> None:
+    data = planned().to_dict() | {"revision": revision}
+    with pytest.raises(PlanFileError) as caught:
+        Plan.from_json(json.dumps(data))
+    assert caught.value.what == f"field `revision` is {json.dumps(revision)}, and no revision of plan files"
+    assert caught.value.legal == f"a whole number: revisions 1 to {plan_file.REVISION}; left out, it is 1"
+    assert "newer" not in caught.value.attempt
 
 
 def test_a_stage_that_moves_one_layer_is_two_lines_and_its_figures() -> None:
@@ -121,8 +132,6 @@ def test_what_differs_from_the_plans_model_is_said() -> None:
 
 
 def test_a_clusters_fingerprint_is_of_its_figures() -> None:
-    from autoplan.cluster import Cluster
-
     one = Cluster.parse("8xH100")
     assert one.fingerprint == Cluster.parse("1x8xH100").fingerprint
     renamed = dataclasses.replace(one, spec="elsewhere.toml", name="mine", assumptions=("x",))
@@ -132,3 +141,110 @@ def test_a_clusters_fingerprint_is_of_its_figures() -> None:
     found = {one.fingerprint, slower.fingerprint, *(Cluster.parse(spec).fingerprint for spec in others)}
     assert len(found) == 5
     assert planned().cluster.fingerprint == cluster(4).fingerprint
+
+
+# --------------------------------------------------------------------------------------------- the plan's cluster
+
+
+MIXED = "2x4xH100+1x8xA100-80GB"
+
+
+def planned_on(spec: str) -> Plan:
+    layers = [Dense(elements=20_000_000)] * 8
+    return search(problem(layers, Cluster.parse(spec)))
+
+
+def edited(plan: Plan, **changes: object) -> str:
+    """The file of ``plan`` with other fields of its cluster."""
+    data = plan.to_dict()
+    data["cluster"] |= changes
+    return json.dumps(data)
+
+
+@pytest.mark.parametrize("spec", ["4xA100-80GB", "2x4xH100", "1xp5.48xlarge", "2xcpu", MIXED])
+def test_a_plans_cluster_is_the_one_that_its_spec_names(spec: str) -> None:
+    plan = planned_on(spec)
+    assert Plan.from_json(plan.to_json()) == plan
+    assert other_cluster(plan, Cluster.parse(spec)) == ""
+
+
+@pytest.mark.parametrize(
+    ("changes", "field", "said"),
+    [
+        ({"spec": "4xH100"}, "cluster.device", "'A100-80GB-SXM', but `4xH100` means 'H100-80GB-SXM'"),
+        ({"spec": "8xA100-80GB"}, "cluster.gpus_per_node", "4, but `8xA100-80GB` means 8"),
+        ({"spec": "2x2xA100-80GB"}, "cluster.nodes", "1, but `2x2xA100-80GB` means 2"),
+        ({"spec": MIXED}, "cluster.groups", "1 kinds of GPUs"),
+        ({"device": "A100-40GB-SXM"}, "cluster.device", "means 'A100-80GB-SXM'"),
+        ({"memory_bytes": 40e9}, "cluster.memory_bytes", "but a GPU of `4xA100-80GB-SXM` has 8"),
+        ({"memory_bytes": 40e9, "fingerprint": ""}, "cluster.memory_bytes", "40000000000.0, but"),
+        ({"memory_bytes": 85e9}, "cluster.memory_bytes", "85000000000.0, but"),
+        ({"fingerprint": "mine"}, "cluster.fingerprint", "64 hexadecimal digits"),
+    ],
+)
+def test_a_cluster_that_is_not_what_its_spec_says_is_refused(changes: dict[str, object], field: str, said: str) -> None:
+    with pytest.raises(PlanFileError) as caught:
+        Plan.from_json(edited(planned_on("4xA100-80GB"), **changes), where="mine.json")
+    message = str(caught.value)
+    assert f"field `{field}`: " in message and said in message
+    assert "mine.json" in message and "plan again, or mend the field" in message
+
+
+@pytest.mark.parametrize(
+    ("group", "changes", "said"),
+    [
+        (0, {"device": "A10G"}, "`cluster.groups.0.device`: 'A10G', but"),
+        (1, {"memory_bytes": 2.0**34}, "`cluster.groups.1.memory_bytes`: 17179869184.0, but"),
+    ],
+)
+def test_each_kind_of_a_mixed_cluster_is_what_its_spec_says(group: int, changes: dict[str, object], said: str) -> None:
+    data = planned_on(MIXED).to_dict()
+    data["cluster"]["groups"][group] |= changes
+    with pytest.raises(PlanFileError) as caught:
+        Plan.from_json(json.dumps(data))
+    assert said in str(caught.value)
+
+
+@pytest.mark.parametrize("spec", ["machines/ours.toml", "ours.toml", "4", "a cluster of ours", "9" * 5000 + "xH100"])
+def test_what_a_file_or_this_machine_says_is_not_looked_up(spec: str) -> None:
+    """A plan is read where the cluster's file is not, and where the machine is another."""
+    assert Plan.from_json(edited(planned_on("4xA100-80GB"), spec=spec)).cluster.spec == spec
+
+
+def test_plans_of_older_data_sheets_stay_readable() -> None:
+    """No fingerprint, or one that figures of today do not give: then memory may be a little off too."""
+    plan = planned_on("4xA100-80GB")
+    for fingerprint in ("", "0" * 64):
+        text = edited(plan, memory_bytes=plan.cluster.memory_bytes * 1.01, fingerprint=fingerprint)
+        assert Plan.from_json(text).stages == plan.stages
+
+
+@pytest.mark.parametrize(
+    ("here", "said"),
+    [
+        ("2x4xA100-80GB", "H100-80GB-SXM there and A100-80GB-SXM here"),
+        ("2x8xH100", "8 GPUs there and 16 here"),
+        ("8xH100", "2 x 4 GPUs there and 1 x 8 here"),
+        ("16xA100-80GB", "H100-80GB-SXM there and A100-80GB-SXM here; 8 GPUs there and 16 here"),
+        (MIXED, "H100-80GB-SXM there and H100-80GB-SXM + A100-80GB-SXM here; 8 GPUs there and 16 here"),
+    ],
+)
+def test_what_differs_from_the_plans_cluster_is_said(here: str, said: str) -> None:
+    plan, cluster = planned_on("2x4xH100"), Cluster.parse(here)
+    assert other_cluster(plan, cluster) == said
+    assert bool(other_count(plan, cluster)) == (cluster.gpus != 8)
+    message = str(not_its_cluster(plan, cluster, said, attempt="plan again"))
+    assert message.startswith(f"the plan was made for 2x4xH100-80GB-SXM, and {cluster.spec} is another cluster: {said}")
+    assert "legal: the plan's own cluster: 2 x 4 H100-80GB-SXM" in message and "try:   plan again" in message
+
+
+def test_memory_and_links_tell_clusters_of_one_kind_apart() -> None:
+    plan, same = planned_on("2x4xH100"), Cluster.parse("2x4xH100")
+    roomier = dataclasses.replace(same, device=dataclasses.replace(same.device, memory_bytes=96 * 2.0**30))
+    assert other_cluster(plan, roomier).endswith("a GPU there and 96.0 GiB a GPU here")
+    slow = dataclasses.replace(same, inter=dataclasses.replace(same.inter, bytes_per_s=10e9))
+    assert other_cluster(plan, slow) == "links between nodes 50 GB/s there and 10 here"
+    late = dataclasses.replace(same, intra=Link(name="x", bytes_per_s=same.intra.bytes_per_s, latency_s=1.0))
+    assert other_cluster(plan, late) == "links or other figures of GPUs of the same name"
+    oldest = dataclasses.replace(plan, cluster=dataclasses.replace(plan.cluster, fingerprint=""))
+    assert other_cluster(oldest, slow) == ""  # such files do not tell
