@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import autoplan
-from autoplan.errors import StrategyError
+from autoplan.errors import PlanFileError, StrategyError
 
 
 def mean_square(output: Tensor) -> Tensor:
@@ -47,6 +47,32 @@ def test_gpus_that_stay_unused_are_said_out_loud(caplog: pytest.LogCaptureFixtur
         program = autoplan.compile(model, gpus=2, example_inputs=batch, loss_fn=mean_square, device="cpu")
     assert program.plan.gpus_used == 1
     assert "stay unused" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("gpus", "said"),
+    [
+        ("2xA100-80GB", "H100-80GB-SXM there and A100-80GB-SXM here"),
+        ("4xH100", "2 GPUs there and 4 here"),
+        (4, "2 GPUs there and 4 here"),
+        ("2x1xH100", "1 x 2 GPUs there and 2 x 1 here"),
+    ],
+)
+def test_a_plan_for_another_cluster_is_not_compiled(gpus: int | str, said: str) -> None:
+    model, batch = tiny()
+    plan = autoplan.plan(model, gpus="2xH100", example_inputs=batch, loss_fn=mean_square)
+    with pytest.raises(PlanFileError) as refused:
+        autoplan.compile(model, gpus=gpus, example_inputs=batch, loss_fn=mean_square, plan=plan)
+    assert said in refused.value.what and "the plan was made for 2xH100-80GB-SXM" in refused.value.what
+    assert refused.value.legal.endswith("2 H100-80GB-SXM") and refused.value.attempt
+
+
+@pytest.mark.parametrize(("gpus", "device"), [("2xH100", None), (2, None), (2, "cpu"), ("2xcpu", "cpu")])
+def test_a_plan_is_compiled_for_its_own_cluster_and_cpu_processes_stand_in(gpus: int | str, device: str | None) -> None:
+    model, batch = tiny()
+    plan = autoplan.plan(model, gpus="2xH100", example_inputs=batch, loss_fn=mean_square)
+    made = autoplan.compile(model, gpus=gpus, example_inputs=batch, loss_fn=mean_square, plan=plan, device=device)
+    assert made.plan == plan
 
 
 def test_only_public_names_are_listed() -> None:

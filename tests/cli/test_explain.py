@@ -102,6 +102,33 @@ def test_the_model_is_asked_for_where_the_plan_does_not_name_it(invoke: Invoke, 
     assert smaller.exit_code == 2 and "4 GPUs there and 2 here" in " ".join(smaller.stderr.split())
 
 
+@pytest.mark.parametrize("question", ["--operators", "--what-if"])
+@pytest.mark.parametrize(
+    ("gpus", "said"), [("2x2xH100", "A10G there and H100-80GB-SXM here"), ("4xA10G", "2 x 2 GPUs there and 1 x 4 here")]
+)
+def test_a_plan_is_not_asked_about_another_cluster(
+    invoke: Invoke, file: Path, folder: Path, question: str, gpus: str, said: str
+) -> None:
+    done = invoke("explain", str(file), question, "--model", f"{folder / 'model.py'}:make", "--gpus", gpus)
+    told = " ".join(done.stderr.split())
+    assert done.exit_code == 2 and said in told and "legal: the plan's own cluster: 2 x 2 A10G" in told
+    assert "--gpus SPEC" in told and "plan again" in told
+
+
+def test_a_cluster_file_that_changed_since_is_another_cluster(invoke: Invoke, folder: Path, tmp_path: Path) -> None:
+    import autoplan
+
+    described, model = tmp_path / "ours.toml", f"{folder / 'model.py'}:make"
+    described.write_text('device = "A10G"\nnodes = 2\ngpus_per_node = 2\n[inter]\nbytes_per_s = 5e9\n')
+    path = autoplan.plan(model, gpus=described, precision="bf16").save(tmp_path / "plan.json")
+    assert invoke("explain", str(path), "--operators", "--model", model).exit_code == 0
+    described.write_text(described.read_text().replace("5e9", "6e9"))
+    done = invoke("explain", str(path), "--operators", "--model", model)
+    told = " ".join(done.stderr.split())
+    assert done.exit_code == 2 and "links or other figures" in told
+    assert "is not what it was when the plan was made" in told
+
+
 def test_what_if_says_what_other_machines_would_change(invoke: Invoke, folder: Path, tmp_path: Path) -> None:
     import autoplan
 
