@@ -14,7 +14,7 @@ import typer
 from typer.core import TyperCommand, TyperGroup
 from typer.main import get_command
 
-from autoplan.cli.console import error_line
+from autoplan.cli.console import error_line, result_json
 from autoplan.errors import AutoplanError
 
 FAULT = 3
@@ -91,7 +91,9 @@ class Application(_PlainFlags, TyperGroup):
         try:  # not standalone, so that errors arrive here
             code = super().main(args, prog_name, complete_var, False, windows_expand_args, **extra)
         except Exception as error:
-            code = _report(error, f"autoplan {self.called}" if self.called else "autoplan")
+            command = f"autoplan {self.called}" if self.called else "autoplan"
+            words = sys.argv[1:] if args is None else args
+            code = _report(error, command, json=self.called != "run" and "--json" in words)  # run's is the script's
         sys.exit(code if isinstance(code, int) else 0)
 
 
@@ -111,31 +113,38 @@ def _one_line(paragraph: str) -> str:
     return paragraph if paragraph.startswith("Example") else " ".join(paragraph.split())
 
 
-def _report(error: Exception, command: str) -> int:
-    """Print ``error`` of ``command`` for a person and return the exit code."""
-    if isinstance(error, AutoplanError):
-        error_line(str(error))
+def _report(error: Exception, command: str, *, json: bool) -> int:
+    """Print ``error`` of ``command`` for a person, with ``json`` also for a program, and return the exit code."""
+    if hasattr(error, "format_message") and not error.format_message():  # `autoplan` alone: the help has been printed
+        return 2
+    said, code = _as_ours(error, command)
+    error_line(str(said))
+    if json:
+        lines = {"what": said.what, "where": said.where, "legal": said.legal, "attempt": said.attempt}
+        result_json({"schema": 1, "error": {"exit_code": code, **lines}})
+    if isinstance(error, AutoplanError) or code == FAULT:
         _trace_if_wanted(error)
-        return error.exit_code
+    return code
+
+
+def _as_ours(error: Exception, command: str) -> tuple[AutoplanError, int]:
+    """What to say of ``error``, and the exit code."""
+    if isinstance(error, AutoplanError):
+        return error, error.exit_code
     if hasattr(error, "format_message"):  # typer's usage errors: unknown options, missing arguments
-        if not error.format_message():  # `autoplan` alone: the help has been printed
-            return 2
         context = getattr(error, "ctx", None)
         command = context.command_path if context is not None else command
-        error_line(f"{error.format_message()}\n  try:   {command} --help")
-        return 2
+        return AutoplanError(error.format_message(), attempt=f"{command} --help"), 2
     if isinstance(error, typer.Abort):
-        error_line("interrupted")
-        return 130
+        return AutoplanError("interrupted"), 130
     frame = traceback.extract_tb(error.__traceback__)[-1]
     reason = " ".join(str(error).split())[:300]
-    error_line(
-        f"internal fault: {type(error).__name__}: {reason}\n"
-        f"  at:    {Path(frame.filename).name}:{frame.lineno}, in {frame.name}\n"
-        f"  try:   the same command as `autoplan --verbose ...` (or {TRACEBACK_VARIABLE}=1) for the whole story"
+    fault = AutoplanError(
+        f"internal fault: {type(error).__name__}: {reason}",
+        where=f"{Path(frame.filename).name}:{frame.lineno}, in {frame.name}",
+        attempt=f"the same command as `autoplan --verbose ...` (or {TRACEBACK_VARIABLE}=1) for the whole story",
     )
-    _trace_if_wanted(error)
-    return FAULT
+    return fault, FAULT
 
 
 def _trace_if_wanted(error: Exception) -> None:

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+import dataclasses
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from autoplan.cli import console, options
 from autoplan.cli.summary import summary
 from autoplan.plan import Plan
+
+if TYPE_CHECKING:
+    from autoplan.report.step import Step
 
 Timeline = Annotated[bool, typer.Option("--timeline", help="Draw one step: a row a stage, a column a slice of time.")]
 
@@ -19,13 +23,40 @@ def show(path: options.PlanFile, timeline: Timeline = False, json: options.Json 
     Example: autoplan show plan.json --timeline
     """
     plan = Plan.load(path)
-    if json:
-        console.result_json(plan.to_dict())
-    elif timeline:
+    if timeline:
         from autoplan.report import step, terminal
 
         with console.progress(f"Simulating a step of {plan.strategy.describe()}"):
-            drawn = terminal.timeline(step.simulate(plan))
-        typer.echo(drawn.rstrip("\n"))
+            simulated = step.simulate(plan)
+            drawn = "" if json else terminal.timeline(simulated)
+        if json:
+            console.result_json(plan.to_dict() | {"timeline": _timeline(simulated)})
+        else:
+            typer.echo(drawn.rstrip("\n"))
+    elif json:
+        console.result_json(plan.to_dict())
     else:
         console.result(*summary(plan))
+
+
+def _timeline(step: Step) -> dict[str, Any]:
+    """The step as data: every action of every pipeline rank."""
+    ranks = [
+        {
+            "rank": rank,
+            "idle_share": step.idle_share(rank),
+            "actions": [
+                {
+                    "kind": event.action.kind,
+                    "stage": event.action.stage,
+                    "micro_batch": event.action.micro_batch,
+                    "start_s": event.start_s,
+                    "end_s": event.end_s,
+                }
+                for event in lane
+            ],
+            "tails": [dataclasses.asdict(tail) for tail in tails],
+        }
+        for rank, (lane, tails) in enumerate(zip(step.lanes, step.tails, strict=True))
+    ]
+    return {"end_s": step.end_s, "not_attributed_s": step.unexplained_s, "ranks": ranks}

@@ -1,18 +1,20 @@
 """What the commands print with ``--json``, as types: each object has ``schema`` 1, and only grows.
 
-``plan``, ``predict``, ``show`` and ``explain`` print a plan (:mod:`autoplan.report.schema`), with ``seconds``, or
-:class:`Infeasible`. Bytes, seconds and FLOPs are plain numbers, their unit in the name.
+``plan``, ``predict``, ``show`` and ``explain`` print a plan (:mod:`autoplan.report.schema`), the first two with
+``seconds``, or :class:`Infeasible`; what a command cannot answer is :class:`Refused`. Bytes, seconds and FLOPs are
+plain numbers, their unit in the name.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any, Literal
 
 from pydantic import ConfigDict, TypeAdapter
 from typing_extensions import TypedDict  # pydantic wants this one before Python 3.12
 
 from autoplan.explain.operators import Row
-from autoplan.plan import Plan, Strategy
+from autoplan.plan import SCHEMA_VERSION, Plan, Strategy
 from autoplan.report.difference import Change
 from autoplan.verification.types import Check, Numeric
 
@@ -27,6 +29,24 @@ class Answer(TypedDict):
     schema: Literal[1]
 
 
+class Failure(TypedDict):
+    """What the ``error: ...`` lines on stderr say, by line; empty where there is none of them."""
+
+    __pydantic_config__ = _WHOLE  # type: ignore[misc]
+
+    exit_code: int
+    what: str
+    where: str
+    legal: str
+    attempt: str
+
+
+class Refused(Answer):
+    """Bad input or a fault, of any command."""
+
+    error: Failure
+
+
 class Infeasible(Answer):
     """The answer no, with exit code 1."""
 
@@ -35,6 +55,56 @@ class Infeasible(Answer):
     short_by_bytes: float
     term: str
     suggestions: list[str]
+
+
+class Span(TypedDict):
+    """A forward (F) or backward (B; or I and W, its halves) of a stage; from the beginning of the step."""
+
+    __pydantic_config__ = _WHOLE  # type: ignore[misc]
+
+    kind: Literal["F", "B", "I", "W"]
+    stage: int
+    micro_batch: int
+    start_s: float
+    end_s: float
+
+
+class After(TypedDict):
+    """What a rank does after its last micro-batch."""
+
+    __pydantic_config__ = _WHOLE  # type: ignore[misc]
+
+    what: str
+    start_s: float
+    end_s: float
+
+
+class Rank(TypedDict):
+    """What a pipeline rank does in the step, in order, and the share of the step that it waits."""
+
+    __pydantic_config__ = _WHOLE  # type: ignore[misc]
+
+    rank: int
+    idle_share: float
+    actions: list[Span]
+    tails: list[After]
+
+
+class Timeline(TypedDict):
+    """One step; ``not_attributed_s``: of the predicted step, in no stage's times."""
+
+    __pydantic_config__ = _WHOLE  # type: ignore[misc]
+
+    end_s: float
+    not_attributed_s: float
+    ranks: list[Rank]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Drawn(Plan):
+    """``show --timeline``: the plan, and its step."""
+
+    timeline: Timeline
 
 
 class Fits(Answer):
@@ -264,7 +334,7 @@ ANSWERS: dict[str, Any] = {
     "min-gpus": Fewest | Infeasible,
     "compare": Compared,
     "explain": Plan | Operators | OneLayer,
-    "show": Plan,
+    "show": Plan | Drawn,
     "simulate": Simulated,
     "report": Reported,
     "diff": Differences,
@@ -280,15 +350,26 @@ ANSWERS: dict[str, Any] = {
 
 
 def answers_schema() -> dict[str, Any]:
-    """JSON Schema (draft 2020-12) of all of them: ``properties`` holds one a command."""
+    """JSON Schema (draft 2020-12): ``#/$defs/COMMAND`` is what a command prints, the whole is any command's answer.
+
+    The commands are no properties of one object: no answer is keyed by command.
+    """
     mode: Literal["serialization"] = "serialization"
     schemas, definitions = TypeAdapter.json_schemas(
-        [(command, mode, TypeAdapter(answer)) for command, answer in ANSWERS.items()]
+        [(command, mode, TypeAdapter(answer | Refused)) for command, answer in ANSWERS.items()]
     )
-    properties = {command: schemas[command, mode] for command in ANSWERS}
+    types = definitions["$defs"]
+    for definition in types.values():
+        if "properties" in definition:  # what has a default in Python is printed nevertheless
+            definition["required"] = list(definition["properties"])
+    for plan in ("Plan", "Drawn"):
+        types[plan]["required"].remove("seconds")  # printed by `plan` and `predict` alone
+        types[plan]["properties"]["schema"]["const"] = SCHEMA_VERSION
+        types[plan]["properties"]["feasible"]["const"] = True
     return {
         "$schema": "https://json-schema.org/draft/2020-12/schema",
         "title": "what autoplan's commands print with --json",
-        "properties": properties,
-        "$defs": definitions["$defs"],
+        "description": "#/$defs/COMMAND is what `autoplan COMMAND --json` prints",
+        "anyOf": [{"$ref": f"#/$defs/{command}"} for command in ANSWERS],
+        "$defs": {command: schemas[command, mode] for command in ANSWERS} | types,
     }
