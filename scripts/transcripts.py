@@ -27,7 +27,8 @@ HEAD = """# What each command prints
 Taken from the real commands by `scripts/transcripts.py`; a test runs them again and compares. Every command has
 `--help` with an example, and all that print results have `--json` ([answers.schema.json](answers.schema.json); a plan
 file is [plan.schema.json](plan.schema.json)). Results go to stdout and messages to stderr, of which those with a result
-are left out here. Exit codes: 0 done, 1 the answer is no, 2 bad input, 3 fault (`run` ends with the script's own code).
+are left out here; with `--json` an error is on stdout as well, as an object. Exit codes: 0 done, 1 the answer is no, 2
+bad input, 3 fault (`run` ends with the script's own code).
 On a terminal, what takes longer than a second says how far it is; colour is for terminals alone.
 `autoplan --install-completion` teaches your shell to complete commands, options, presets and GPU kinds. The model is
 [examples/own_model.py](../examples/own_model.py), that of verify
