@@ -340,6 +340,9 @@ def _time(plan: Plan) -> Iterator[Problem]:
     tokens = plan.global_batch * plan.model.tokens_per_sample / step
     if not _close(tokens, predicted.tokens_per_s, _ROUNDED):
         yield "predicted.tokens_per_s", f"{predicted.tokens_per_s}, but batch, tokens and step time make {tokens}"
+    flops = sum(stage.flops for stage in plan.stages) * strategy.micro_batches * strategy.data
+    if flops and not _close(flops, told := predicted.model_tflops_per_gpu * 1e12 * plan.gpus_used * step, _ROUNDED):
+        yield "predicted.model_tflops_per_gpu", f"makes {told} FLOPs a step, but the stages' make {flops}"
     for name, limit in (("bubble_fraction", 1.0), ("exposed_communication_s", step)):
         if getattr(predicted, name) > limit * (1 + _SUM):
             yield f"predicted.{name}", f"{getattr(predicted, name)}, more than {limit}"

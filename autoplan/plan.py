@@ -120,8 +120,9 @@ class Stage:
     ``synchronise_s`` and ``optimizer_s``, which come once a step, after the last micro-batch. ``weight_gradients_s`` is
     the part of ``backward_s`` that a zero-bubble schedule puts off, else 0. Stages that share a GPU repeat its memory.
     ``forward_terms`` and ``backward_terms`` are seconds that sum to ``forward_s`` and ``backward_s`` (empty in older
-    files); ``hidden_s`` is what transfers of the data axis take in a step beside the computation. ``device`` names the
-    cluster's group that runs the stage, "" where all GPUs are of one kind.
+    files); ``hidden_s`` is what transfers of the data axis take in a step beside the computation. ``flops`` are the
+    model's own, without recompute: forward and backward of one micro-batch, by all GPUs that share it (0 in older
+    files). ``device`` names the cluster's group that runs the stage, "" where all GPUs are of one kind.
     """
 
     __pydantic_config__: ClassVar[ConfigDict] = _STRICT
@@ -142,6 +143,7 @@ class Stage:
     forward_terms: dict[str, float] = field(default_factory=dict)
     backward_terms: dict[str, float] = field(default_factory=dict)
     hidden_s: float = 0.0
+    flops: float = 0.0
     device: str = ""
 
 

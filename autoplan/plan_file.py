@@ -14,7 +14,7 @@ import json
 from collections.abc import Callable
 from typing import Any
 
-REVISION = 3
+REVISION = 4
 # Of an object: the keys that share its first line; lists that are one line.
 _FIRST_LINE = ("first_layer", "last_layer", "recompute")
 _ONE_LINE = ("layer_recompute",)
@@ -89,5 +89,10 @@ def _from_second(data: Data) -> Data:
     return data
 
 
+def _from_third(data: Data) -> Data:
+    """Files before revision 4 did not say what stages compute in FLOPs, which nothing else in them tells."""
+    return data
+
+
 # A step for each revision but the newest: from it to the next.
-STEPS: dict[int, Callable[[Data], Data]] = {1: _from_first, 2: _from_second}
+STEPS: dict[int, Callable[[Data], Data]] = {1: _from_first, 2: _from_second, 3: _from_third}

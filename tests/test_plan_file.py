@@ -248,3 +248,35 @@ def test_memory_and_links_tell_clusters_of_one_kind_apart() -> None:
     assert other_cluster(plan, late) == "links or other figures of GPUs of the same name"
     oldest = dataclasses.replace(plan, cluster=dataclasses.replace(plan.cluster, fingerprint=""))
     assert other_cluster(oldest, slow) == ""  # such files do not tell
+
+
+# ------------------------------------------------------------------------------------------------- what stages compute
+
+
+@pytest.mark.parametrize(
+    "forced",
+    [{}, {"data": 2, "recompute": "full"}, {"tensor": 2, "micro_batch_size": 2}],
+    ids=["pipeline", "data", "tensor"],
+)
+def test_the_stages_flops_are_those_of_the_step(forced: dict[str, object]) -> None:
+    """Recompute is none of the model's own; tensor ranks share a micro-batch, data ranks do not."""
+    plan = planned(pipeline=2, **forced)
+    each = [stage.flops for stage in plan.stages]
+    assert each == pytest.approx(
+        [3e12 * (s.last_layer - s.first_layer + 1) * plan.strategy.micro_batch_size for s in plan.stages]
+    )
+    total = sum(each) * plan.strategy.micro_batches * plan.strategy.data
+    assert total == pytest.approx(3e12 * 8 * plan.global_batch)
+    assert total == pytest.approx(
+        plan.predicted.model_tflops_per_gpu * 1e12 * plan.gpus_used * plan.predicted.step_time_s
+    )
+
+
+def test_flops_that_the_step_does_not_make_are_refused() -> None:
+    data = planned().to_dict()
+    data["stages"][1]["flops"] *= 1.01
+    with pytest.raises(PlanFileError, match=r"`predicted.model_tflops_per_gpu`: makes .* FLOPs a step, but the stages"):
+        Plan.from_json(json.dumps(data))
+    for stage in data["stages"]:  # as older files
+        del stage["flops"]
+    assert [stage.flops for stage in Plan.from_json(json.dumps(data)).stages] == [0.0, 0.0]

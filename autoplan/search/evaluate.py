@@ -15,7 +15,7 @@ from autoplan import schedules
 from autoplan.cost_models import communication
 from autoplan.cost_models.data_parallel import DataParallelTime
 from autoplan.cost_models.memory import count_elements, stage_memory
-from autoplan.layers.types import LayerKind
+from autoplan.layers.types import LayerGraph, LayerKind
 from autoplan.plan import Predicted, Stage, Strategy
 from autoplan.search import listed
 from autoplan.search.space import Space
@@ -293,8 +293,9 @@ def stage_costs(
     )
 
 
-def plan_stages(evaluation: Evaluation) -> tuple[Stage, ...]:
+def plan_stages(graph: LayerGraph, evaluation: Evaluation) -> tuple[Stage, ...]:
     """The plan's stage table."""
+    flops = layers_flops(graph)
     weights_s = (0.0,) * len(evaluation.stages)
     if evaluation.times is not None and evaluation.times.weight_s:
         weights_s = evaluation.times.weight_s
@@ -316,6 +317,7 @@ def plan_stages(evaluation: Evaluation) -> tuple[Stage, ...]:
             forward_terms={name: value for name, value in stage.forward_terms.items() if value},
             backward_terms={name: value for name, value in stage.backward_terms.items() if value},
             hidden_s=max(0.0, stage.data.total_s - stage.data.exposed_s(evaluation.strategy.micro_batches)),
+            flops=sum(flops[stage.first : stage.end]) * evaluation.strategy.micro_batch_size,
         )
         for stage, send_s, weights in zip(evaluation.stages, (*evaluation.sends_s, 0.0), weights_s, strict=True)
     )
@@ -325,7 +327,7 @@ def predicted(space: Space, evaluation: Evaluation) -> Predicted:
     """The step in figures."""
     problem, strategy = space.problem, evaluation.strategy
     terms = time_terms(evaluation)
-    flops = model_flops(space) * problem.global_batch
+    flops = sum(layers_flops(problem.layers)) * problem.global_batch
     per_gpu = flops / evaluation.step_s / strategy.gpus
     short = problem.precision.lower().split("-")[0]
     peak = problem.cluster.device.flops(_PEAK_OF.get(short, short))
@@ -359,11 +361,10 @@ def time_terms(evaluation: Evaluation) -> dict[str, float]:
     return terms | {"sends": sends, "bubble": rest - sends}
 
 
-def model_flops(space: Space) -> float:
-    """FLOPs of forward and backward for one sample, without recompute."""
-    graph = space.problem.layers
+def layers_flops(graph: LayerGraph) -> list[float]:
+    """FLOPs of each layer's forward and backward for one sample, without recompute."""
     each = [sum(op.flops + op.backward_flops for op in kind.operators if op.batched) for kind in graph.kinds]
-    return sum(each[layer.kind] for layer in graph.layers)
+    return [each[layer.kind] for layer in graph.layers]
 
 
 def stage_link(space: Space, *, size: int, stride: int) -> str:

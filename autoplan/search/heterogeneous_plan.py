@@ -85,7 +85,7 @@ def _across(searched: Searched, found: MixedFound) -> tuple[Plan, list[int]]:
         cluster=_summary(problem.cluster, []),
         strategy=chosen.strategy,
         forced=dict(asked(problem)),
-        stages=_stages(problem.cluster, evaluation, on),
+        stages=_stages(problem, evaluation, on),
         predicted=_predicted(searched, evaluation, chosen),
         certificate=_own_certificate(found, evaluation),
         case="",
@@ -96,9 +96,10 @@ def _across(searched: Searched, found: MixedFound) -> tuple[Plan, list[int]]:
     return plan, [group for group in on for _ in range(width)]
 
 
-def _stages(cluster: Cluster, evaluation: Evaluation, on: list[int]) -> tuple[Stage, ...]:
-    names = (cluster.groups[group].name for group in on)
-    return tuple(dataclasses.replace(s, device=name) for s, name in zip(plan_stages(evaluation), names, strict=True))
+def _stages(problem: Problem, evaluation: Evaluation, on: list[int]) -> tuple[Stage, ...]:
+    names = (problem.cluster.groups[group].name for group in on)
+    stages = plan_stages(problem.layers, evaluation)
+    return tuple(dataclasses.replace(stage, device=name) for stage, name in zip(stages, names, strict=True))
 
 
 def _bottleneck(evaluation: Evaluation, chosen: MixedDecision) -> int:

@@ -157,7 +157,7 @@ def _plan(engine: Engine, found: Found, evaluation: Evaluation) -> Plan:
         cluster=_cluster(problem),
         strategy=strategy,
         forced=dict(asked(problem)),
-        stages=plan_stages(evaluation),
+        stages=plan_stages(problem.layers, evaluation),
         predicted=dataclasses.replace(predicted(space, evaluation), host_load_bytes=_host_bytes(problem, strategy)),
         certificate=_certificate(found, evaluation),
         case=case(problem, evaluation, families),
