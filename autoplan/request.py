@@ -4,6 +4,7 @@ plan, and the search's problem made of them."""
 from __future__ import annotations
 
 import dataclasses
+import functools
 import os
 import time
 from collections.abc import Callable, Mapping
@@ -30,11 +31,12 @@ SAMPLES_A_GPU = 8  # the global batch where the user names none: 8 samples a GPU
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Wish:
-    """What the user wants of the plan: forced keys, the optimizer, and the longest search."""
+    """What the user wants of the plan: forced keys, the optimizer, the longest search, and stages that are compiled."""
 
     strategy: Mapping[str, Any] | None
     optimizer: str
     time_limit_s: float | None = None
+    compiled: bool = False
 
     def forced(self) -> dict[str, Any]:
         """The forced keys; raises :class:`StrategyError` for what is no mapping."""
@@ -155,13 +157,14 @@ def problem_of(traced: Traced, cluster: Cluster, wish: Wish) -> Problem:
     shardings = Shardings(captured, traced.layers, cluster)
     return Problem(
         layers=traced.layers,
-        tensor_kinds=lambda degree: tuple(entry.kind for entry in shardings.at(degree).kinds),
-        sequence_kinds=lambda degree: tuple(entry.kind for entry in shardings.at(degree, sequence=True).kinds),
-        sequence_edges=lambda degree: shardings.at(degree, sequence=True).edges(traced.layers.edges),
+        tensor_kinds=shardings.kinds,
+        sequence_kinds=functools.partial(shardings.kinds, sequence=True),
+        sequence_edges=functools.partial(shardings.edges, sequence=True),
         cluster=cluster,
         global_batch=traced.global_batch,
         precision=traced.precision,
         optimizer=wish.optimizer,
+        compiled=wish.compiled,
         forced=wish.forced(),
         batch_coupling="; ".join(f"{c.operator} at {c.where}: {c.reason}" for c in captured.couplings),
         fixed_micro_batch=None if captured.dynamic_batch else captured.batch_size,

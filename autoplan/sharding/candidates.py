@@ -24,7 +24,7 @@ from torch.fx import Node
 from autoplan.sharding.operation import GraphFacts, Operation
 from autoplan.sharding.placements import COPIED, PARTIAL, REPLICATE, Partial, Placement, Replicate, Shard
 from autoplan.sharding.registry import rule_of
-from autoplan.sharding.rules import RESULT, Option, absent
+from autoplan.sharding.rules import RESULT, Option, Rule, absent
 
 Marks = Mapping[Node, frozenset[Shard]]
 
@@ -133,24 +133,39 @@ def scattered_sums(operation: Operation, known: Iterable[Option], states: Iterab
 
 
 def batch_marks(
-    facts: GraphFacts, layers: Iterable[Sequence[Node]], twins: Sequence[int], *, positions: bool = True
-) -> dict[Node, frozenset[Shard]]:
+    facts: GraphFacts,
+    inputs: Iterable[Node],
+    layers: Iterable[Sequence[Node]],
+    twins: Mapping[Node, Node],
+    *,
+    positions: bool = True,
+) -> Marks:
     """Placements that split the batch's own dimensions, for every value.
 
-    ``twins[i]`` is the first layer of layer i's kind, whose marks it shares. Without ``positions`` only the samples'.
+    ``twins``: of every node of a layer the node in its place in the first layer of the kind, whose marks it shares;
+    that layer's own are their own. ``layers``: those first ones, ascending. Without ``positions`` only the samples'.
     """
-    marks: dict[Node, frozenset[Shard]] = {}
-    for node in facts.graph.nodes:
-        if node.op == "placeholder":
-            shapes = facts.shapes[node]
-            dims = range(len(shapes[0]) if positions else min(1, len(shapes[0]))) if shapes else range(0)
-            marks[node] = frozenset(Shard(dim) for dim in dims if Shard(dim).divides(shapes[0][dim], facts.degree))
-    ordered = [tuple(layer) for layer in layers]
-    for index, layer in enumerate(ordered):
-        first = ordered[twins[index]]
-        for node, twin in zip(layer, first, strict=True):
-            marks[node] = marks[twin] if twins[index] < index else _marks_of(facts, node, marks)
+    marks = _Marks(twins)
+    for node in inputs:
+        shapes = facts.shapes[node]
+        dims = range(len(shapes[0]) if positions else min(1, len(shapes[0]))) if shapes else range(0)
+        marks[node] = frozenset(Shard(dim) for dim in dims if Shard(dim).divides(shapes[0][dim], facts.degree))
+    for layer in layers:
+        for node in layer:
+            marks[node] = _marks_of(facts, node, marks)
     return marks
+
+
+class _Marks(dict[Node, frozenset[Shard]]):
+    """Of a repeated layer's nodes the marks of their twins; of what is in no layer none."""
+
+    def __init__(self, twins: Mapping[Node, Node]) -> None:
+        super().__init__()
+        self._twins = twins
+
+    def __missing__(self, node: Node) -> frozenset[Shard]:
+        twin = self._twins.get(node, node)
+        return self[twin] if twin is not node else frozenset()
 
 
 def _marks_of(facts: GraphFacts, node: Node, marks: Marks) -> frozenset[Shard]:
@@ -160,11 +175,19 @@ def _marks_of(facts: GraphFacts, node: Node, marks: Marks) -> frozenset[Shard]:
     operation = facts.operation(node)
     found: set[Shard] = set()
     for slot, operand in enumerate(operation.operands):
-        for state in marks.get(operand.node, ()):
-            found |= {
-                option.output for option in rule.options(operation, slot, state) if isinstance(option.output, Shard)
-            }
+        for state in marks[operand.node]:
+            answers = _answers(facts, rule, operation, slot, state)
+            found |= {option.output for option in answers if isinstance(option.output, Shard)}
     return frozenset(found)
+
+
+def _answers(facts: GraphFacts, rule: Rule, operation: Operation, slot: int, state: Shard) -> tuple[Option, ...]:
+    """What a rule answers, asked once a degree: with and without sequence parallelism the questions are the same."""
+    key = (operation.node, slot, state)
+    known = facts.answers.get(key)
+    if known is None:
+        known = facts.answers[key] = tuple(rule.options(operation, slot, state))
+    return known
 
 
 class _Search:
@@ -207,7 +230,7 @@ class _Search:
         rule = rule_of(operation.node)
         if rule is None:
             return
-        for option in rule.options(operation, slot, state):
+        for option in _answers(self.facts, rule, operation, slot, state):
             if option not in self.options[operation.node] and self._legal(operation, option):
                 self.options[operation.node].append(option)
                 for operand, placement in zip(operation.operands, option.inputs, strict=True):
@@ -228,7 +251,7 @@ class _Search:
     def _fits(self, value: Node, state: Shard) -> bool:
         shapes = self.facts.shapes[value]
         divides = all(state.dim < len(shape) and state.divides(shape[state.dim], self.facts.degree) for shape in shapes)
-        return divides and state not in self.marks.get(value, ())
+        return divides and state not in self.marks[value]
 
 
 def _whole(facts: GraphFacts, node: Node) -> tuple[Option, ...]:

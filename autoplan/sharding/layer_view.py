@@ -16,7 +16,8 @@ from autoplan.sharding.placements import REPLICATE, Placement, Shard
 class LayerView:
     """One layer in the graph: its nodes and operators in step, and the values that other layers read.
 
-    ``shares``: the values that layers hand each other as shares; all others whole.
+    ``shares``: the values that layers hand each other as shares; all others whole. ``sizes``: bytes that are known,
+    which views of one graph share.
     """
 
     facts: GraphFacts
@@ -26,13 +27,15 @@ class LayerView:
     batch_size: int
     dynamic: bool
     shares: Mapping[Node, Shard] = field(default_factory=dict)
-    _sizes: dict[Node, tuple[float, bool]] = field(default_factory=dict, init=False, repr=False)
+    sizes: dict[Node, tuple[float, bool]] = field(default_factory=dict, repr=False)
 
     def handed(self, node: Node) -> Placement:
         """How layers hand each other the value."""
         return self.shares.get(node, REPLICATE)
 
     def bytes_of(self, node: Node) -> tuple[float, bool]:
-        if node not in self._sizes:
-            self._sizes[node] = sample_bytes(node, batch_size=self.batch_size, dynamic=self.dynamic)
-        return self._sizes[node]
+        """Bytes of a value, and whether those are a sample's: see :func:`sample_bytes`."""
+        found = self.sizes.get(node)
+        if found is None:
+            found = self.sizes[node] = sample_bytes(node, batch_size=self.batch_size, dynamic=self.dynamic)
+        return found

@@ -7,6 +7,7 @@ that it never divides by a degree (the batch is the data axis' to split) and res
 from __future__ import annotations
 
 import copy
+import dataclasses
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -66,6 +67,7 @@ class Operation:
         return int(self.arguments[argument]) % (rank or len(self.operands[0].shape))
 
 
+@functools.lru_cache(maxsize=4096)
 def operator_key(target: Any) -> str:
     """ "linear" of aten.linear.default, "mylib.op" of a custom operator, the name of a Python function."""
     if isinstance(target, torch._ops.OpOverload):
@@ -93,7 +95,8 @@ def module_path(node: Node) -> str:
 class GraphFacts:
     """What is known of every value of one graph before anything is split.
 
-    ``degree``: of the tensor axis; ``parametric``: what a parameter reaches; ``differentiable``: what has a gradient.
+    ``degree``: of the tensor axis; ``parametric``: what a parameter reaches; ``differentiable``: what has a gradient;
+    ``answers``: what rules answered at this degree (:mod:`.candidates`).
     """
 
     def __init__(self, graph_module: GraphModule, degree: int) -> None:
@@ -103,40 +106,49 @@ class GraphFacts:
         self.shapes = _Shapes()
         self.differentiable: dict[Node, bool] = {}
         self.parametric: dict[Node, bool] = {}
+        self._parameters: dict[Node, Tensor | None] = {}
         for node in self.graph.nodes:
             parents = node.all_input_nodes
             parameter = self.parameter(node)
             self.differentiable[node] = self._is_differentiable(node, parents, parameter)
-            self.parametric[node] = parameter is not None or any(self.parametric[parent] for parent in parents)
+            self.parametric[node] = parameter is not None or any([self.parametric[parent] for parent in parents])
         self._operations: dict[Node, Operation] = {}
+        self._read_once: dict[Node, Operation] = {}
+        self.answers: dict[Any, tuple[Any, ...]] = {}
 
     def at(self, degree: int) -> GraphFacts:
         """The same facts for another degree: shapes, gradients and what parameters reach are read once."""
         other = copy.copy(self)
         other.degree = degree
         other._operations = {}
+        other.answers = {}
         return other
 
     def operation(self, node: Node) -> Operation:
         """The rule's view of a call_function node."""
-        if node not in self._operations:
-            self._operations[node] = self._read(node)
-        return self._operations[node]
+        found = self._operations.get(node)
+        if found is None:
+            if node not in self._read_once:
+                self._read_once[node] = self._read(node)
+            found = self._operations[node] = dataclasses.replace(self._read_once[node], degree=self.degree)
+        return found
 
     def parameter(self, node: Node) -> Tensor | None:
         """The Parameter that a get_attr node reads, None for buffers and other nodes."""
         if node.op != "get_attr":
             return None
-        value = functools.reduce(getattr, str(node.target).split("."), self.graph_module)
-        return value if isinstance(value, torch.nn.Parameter) else None
+        if node not in self._parameters:
+            value = functools.reduce(getattr, str(node.target).split("."), self.graph_module)
+            self._parameters[node] = value if isinstance(value, torch.nn.Parameter) else None
+        return self._parameters[node]
 
     def _is_differentiable(self, node: Node, parents: list[Node], parameter: Tensor | None) -> bool:
         if node.op == "get_attr":
             return parameter is not None and parameter.requires_grad
-        if node.op != "call_function" or not any(self.differentiable[parent] for parent in parents):
+        if node.op != "call_function" or not any([self.differentiable[parent] for parent in parents]):
             return False
-        tensors = tensors_of(node.meta.get("val"))
-        has_gradient = any(tensor.dtype.is_floating_point or tensor.dtype.is_complex for tensor in tensors)
+        types = [tensor.dtype for tensor in tensors_of(node.meta.get("val"))]
+        has_gradient = any([dtype.is_floating_point or dtype.is_complex for dtype in types])
         return has_gradient and operator_key(node.target) != "detach"
 
     def _read(self, node: Node) -> Operation:

@@ -17,8 +17,9 @@ not start-ups. Whether splitting pays at all is the planner's question, which co
 
 from __future__ import annotations
 
+import functools
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -59,78 +60,140 @@ class Problem:
     followers: set[int] = field(default_factory=set)
 
 
-def build_problem(view: LayerView, found: Candidates, pricing: Pricing, fixed: Mapping[Node, Placement]) -> Problem:
+def build_problem(costs: Costs, fixed: Mapping[Node, Placement]) -> Problem:
     """The problem of one layer; ``fixed`` parameters are stored as said (tied ones must agree over layers)."""
+    view, found = costs.view, costs.found
     problem = Problem(options=dict(found.options), stored=dict(found.stored))
-    widest = _widest_bytes(view, found)
-    if view.shares and widest:
-        pricing = pricing.for_samples(max(1.0, FULL_BYTES / widest))
-    reference_us = _MICROSECONDS * pricing.collective_s("all_reduce", widest)
-    waste = MEMORY_WEIGHT * reference_us / (sum(_elements(view.facts, node) for node in found.stored) or 1)
-    kept = (
-        (MEMORY_WEIGHT if view.shares else ACTIVATION_WEIGHT)
-        * reference_us
-        / (sum(operator.saved_bytes for operator in view.operators) or 1)
-    )
-    kept_us = {node: kept * operator.saved_bytes for node, operator in zip(view.nodes, view.operators, strict=True)}
-    for node, operator in zip(view.nodes, view.operators, strict=True):
-        costs = [
-            _MICROSECONDS
-            * (_operator_s(view, node, operator, option, pricing) + _internal_s(view, node, option, pricing))
-            + (0.0 if option.keeps_share else kept_us[node])
-            for option in found.options[node]
-        ]
-        problem.variable[node] = problem.model.variable(costs)
+    for node, each in costs.of_options.items():
+        problem.variable[node] = problem.model.variable(each)
         if len(view.facts.operation(node).operands) <= 1:
             problem.followers.add(problem.variable[node])
     for node in found.stored:
         problem.stored[node] = (fixed[node],) if node in fixed else found.stored[node]
-        elements = _elements(view.facts, node)
-        costs = [
-            (0.0 if isinstance(state, Shard) else waste * elements)
-            + (_step_us(view, node, pricing) if isinstance(state, Copied) else 0.0)
-            for state in problem.stored[node]
-        ]
-        problem.variable[node] = problem.model.variable(costs)
-    _Edges(view, problem, pricing, kept_us).add()
+        problem.variable[node] = problem.model.variable(costs.of_storage(node, problem.stored[node]))
+    _Edges(costs, problem).add()
     return problem
+
+
+class Costs:
+    """What a layer's options, storage and conversions cost, in microseconds, each priced once: the problem is stated
+    again for every placement of a parameter that layers share."""
+
+    def __init__(self, view: LayerView, found: Candidates, pricing: Pricing) -> None:
+        self.view, self.found = view, found
+        widest = _widest_bytes(view, found)
+        if view.shares and widest:
+            pricing = pricing.for_samples(max(1.0, FULL_BYTES / widest))
+        self._collective_s = functools.cache(pricing.collective_s)
+        reference_us = _MICROSECONDS * self._collective_s("all_reduce", widest)
+        self._waste = MEMORY_WEIGHT * reference_us / (sum(_elements(view.facts, node) for node in found.stored) or 1)
+        kept = (
+            (MEMORY_WEIGHT if view.shares else ACTIVATION_WEIGHT)
+            * reference_us
+            / (sum(operator.saved_bytes for operator in view.operators) or 1)
+        )
+        of_nodes = list(zip(view.nodes, view.operators, strict=True))
+        self._kept_us = {node: kept * operator.saved_bytes for node, operator in of_nodes}
+        self.of_options = {
+            node: [
+                _MICROSECONDS * (_operator_s(view, node, operator, option, pricing) + self._internal_s(node, option))
+                + (0.0 if option.keeps_share else self._kept_us[node])
+                for option in found.options[node]
+            ]
+            for node, operator in of_nodes
+        }
+        self._conversions: dict[tuple[Node, Placement], dict[Placement, float]] = defaultdict(dict)
+
+    @functools.cached_property
+    def readers(self) -> dict[Node, dict[Node, tuple[int, ...]]]:
+        """Of every value who reads it, and as which operands."""
+        found: dict[Node, dict[Node, tuple[int, ...]]] = defaultdict(dict)
+        for node in self.view.nodes:
+            for slot, operand in enumerate(self.view.facts.operation(node).operands):
+                found[operand.node][node] = (*found[operand.node].get(node, ()), slot)
+        return found
+
+    @functools.cached_property
+    def wanted(self) -> dict[Node, dict[Node, list[frozenset[Placement]]]]:
+        """Of every value the placements that each option of each reader wants it in."""
+        return {
+            value: {
+                reader: [self._wanted(value, option, slots) for option in self.found.options[reader]]
+                for reader, slots in by_reader.items()
+            }
+            for value, by_reader in self.readers.items()
+        }
+
+    def of_storage(self, parameter: Node, states: Sequence[Placement]) -> list[float]:
+        """What storing a parameter in each of ``states`` costs."""
+        elements = _elements(self.view.facts, parameter)
+        return [
+            (0.0 if isinstance(state, Shard) else self._waste * elements)
+            + (self._step_us(parameter) if isinstance(state, Copied) else 0.0)
+            for state in states
+        ]
+
+    def conversions(self, value: Node, sources: Sequence[Placement], target: Placement) -> list[float]:
+        """From each of ``sources`` to ``target``."""
+        known = self._conversions[value, target]
+        for source in sources:
+            if source not in known:
+                known[source] = self._conversion(value, source, target)
+        return [known[source] for source in sources]
+
+    def _conversion(self, value: Node, source: Placement, target: Placement) -> float:
+        stored = value in self.found.stored
+        if stored and isinstance(source, Shard) and source != target:
+            return float("inf")  # a parameter is split to save memory: it is not gathered again
+        path = steps(source, target, differentiable=self.view.facts.differentiable[value])
+        if path is None or (path and not isinstance(value.meta["val"], Tensor)):  # tuples are taken apart first
+            return float("inf")
+        size, _ = self.view.bytes_of(value)
+        names = [name for step in path for name in (step.forward, step.backward) if name]
+        gathered = bool(path) and isinstance(source, Shard)  # the whole is then what the backward keeps
+        kept = self._kept_us.get(value, 0.0) if gathered else 0.0
+        return kept + _MICROSECONDS * sum([self._collective_s(name, size) for name in names])
+
+    def _wanted(self, value: Node, option: Option, slots: Sequence[int]) -> frozenset[Placement]:
+        states = [option.inputs[slot] for slot in slots]
+        gradient = self.view.facts.differentiable[value]
+        return frozenset(states if gradient else [without_gradient(state) for state in states])
+
+    def _internal_s(self, node: Node, option: Option) -> float:
+        names = _INTERNAL.get(option.form, ())
+        return sum([self._collective_s(name, self.view.bytes_of(node)[0]) for name in names])
+
+    def _step_us(self, parameter: Node) -> float:
+        """The sum over ranks of a parameter's gradient, once a step."""
+        return STEP_SHARE * _MICROSECONDS * self._collective_s("all_reduce", self.view.bytes_of(parameter)[0])
 
 
 class _Edges:
     """Conversions between a value's maker and its readers."""
 
-    def __init__(self, view: LayerView, problem: Problem, pricing: Pricing, kept_us: Mapping[Node, float]) -> None:
-        self.view, self.problem, self.pricing, self.kept_us = view, problem, pricing, kept_us
+    def __init__(self, costs: Costs, problem: Problem) -> None:
+        self.costs, self.view, self.problem = costs, costs.view, problem
 
     def add(self) -> None:
-        readers: dict[Node, dict[Node, list[int]]] = defaultdict(lambda: defaultdict(list))
-        for node in self.view.nodes:
-            for slot, operand in enumerate(self.view.facts.operation(node).operands):
-                readers[operand.node][node].append(slot)
-        for value, by_reader in readers.items():
-            self._value(value, by_reader)
+        readers = self.costs.wanted
+        for value, wanted in readers.items():
+            self._value(value, wanted)
         for value in self.view.exported:  # read by another layer
             if value in self.problem.variable and value not in readers:
                 self._unary(value, self.view.handed(value))
 
-    def _value(self, value: Node, by_reader: dict[Node, list[int]]) -> None:
-        exported = value in self.view.exported
-        wanted = {
-            reader: [self._wanted(value, option, slots) for option in self.problem.options[reader]]
-            for reader, slots in by_reader.items()
-        }
+    def _value(self, value: Node, wanted: Mapping[Node, Sequence[frozenset[Placement]]]) -> None:
+        exported, sources = value in self.view.exported, self._sources(value)
         if exported:
             self._unary(value, self.view.handed(value))
         if len(wanted) == 1 and not exported:
             ((reader, needs),) = wanted.items()
-            table = [
-                [sum(self._cost(value, source, t) for t in need) for need in needs] for source in self._sources(value)
-            ]
-            self._pair(value, reader, np.array(table))
+            columns = {need: self._sums(value, sources, need) for need in set(needs)}
+            self._pair(value, reader, np.array([columns[need] for need in needs]).T)
             return
         targets = sorted({target for needs in wanted.values() for need in needs for target in need}, key=str)
         for target in targets:
-            costs = [self._cost(value, source, target) for source in self._sources(value)]
+            costs = self.costs.conversions(value, sources, target)
             if not any(costs) or (exported and target == self.view.handed(value)):
                 continue
             demand = self.problem.model.variable([0.0, 0.0])
@@ -141,10 +204,10 @@ class _Edges:
                 if any(target in need for need in needs):
                     self.problem.model.pair(self.problem.variable[reader], demand, np.array(rows))
 
-    def _wanted(self, value: Node, option: Option, slots: Sequence[int]) -> frozenset[Placement]:
-        states = (option.inputs[slot] for slot in slots)
-        gradient = self.view.facts.differentiable[value]
-        return frozenset(state if gradient else without_gradient(state) for state in states)
+    def _sums(self, value: Node, sources: Sequence[Placement], targets: Iterable[Placement]) -> list[float]:
+        """From each of ``sources`` to all of ``targets``."""
+        each = [self.costs.conversions(value, sources, target) for target in targets]
+        return [sum(column) for column in zip(*each, strict=True)]
 
     def _sources(self, value: Node) -> list[Placement]:
         """The placement that each choice of the value's maker gives it."""
@@ -152,21 +215,8 @@ class _Edges:
             return [option.output for option in self.problem.options[value]]
         return list(self.problem.stored.get(value, (self.view.handed(value),)))
 
-    def _cost(self, value: Node, source: Placement, target: Placement) -> float:
-        stored = value in self.problem.stored
-        if stored and isinstance(source, Shard) and source != target:
-            return float("inf")  # a parameter is split to save memory: it is not gathered again
-        path = steps(source, target, differentiable=self.view.facts.differentiable[value])
-        if path is None or (path and not isinstance(value.meta["val"], Tensor)):  # tuples are taken apart first
-            return float("inf")
-        size, _ = self.view.bytes_of(value)
-        names = [name for step in path for name in (step.forward, step.backward) if name]
-        gathered = bool(path) and isinstance(source, Shard)  # the whole is then what the backward keeps
-        kept = self.kept_us.get(value, 0.0) if gathered else 0.0
-        return kept + _MICROSECONDS * sum(self.pricing.collective_s(name, size) for name in names)
-
     def _unary(self, value: Node, target: Placement) -> None:
-        costs = np.array([self._cost(value, source, target) for source in self._sources(value)])
+        costs = np.array(self.costs.conversions(value, self._sources(value), target))
         variable = self.problem.variable[value]
         self.problem.model.costs[variable] = self.problem.model.costs[variable] + costs
 
@@ -192,16 +242,6 @@ def _elements(facts: GraphFacts, node: Node) -> int:
 
 def _operator_s(view: LayerView, node: Node, operator: Operator, option: Option, pricing: Pricing) -> float:
     return pricing.operator_s(local_operator(view, node, operator, option, whole=False))
-
-
-def _internal_s(view: LayerView, node: Node, option: Option, pricing: Pricing) -> float:
-    size, _ = view.bytes_of(node)
-    return sum(pricing.collective_s(name, size) for name in _INTERNAL.get(option.form, ()))
-
-
-def _step_us(view: LayerView, parameter: Node, pricing: Pricing) -> float:
-    """The sum over ranks of a parameter's gradient, once a step."""
-    return STEP_SHARE * _MICROSECONDS * pricing.collective_s("all_reduce", view.bytes_of(parameter)[0])
 
 
 def _widest_bytes(view: LayerView, found: Candidates) -> float:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -31,7 +31,7 @@ from autoplan.sharding.model import PairwiseModel
 from autoplan.sharding.operation import GraphFacts, module_path
 from autoplan.sharding.placements import REPLICATE, Placement, Shard
 from autoplan.sharding.pricing import Pricing, price_on
-from autoplan.sharding.problem import Problem, build_problem
+from autoplan.sharding.problem import Costs, Problem, build_problem
 from autoplan.sharding.registry import needs_no_rule, rule_of
 from autoplan.sharding.rules import Option
 from autoplan.sharding.sequence import handed_over
@@ -81,12 +81,7 @@ class Sharding:
 
     def edges(self, whole: tuple[Edge, ...]) -> tuple[Edge, ...]:
         """The edges between layers with the bytes that one rank sends, in step with ``whole``."""
-        return tuple(
-            dataclasses.replace(edge, bytes_per_sample=edge.bytes_per_sample / self.degree)
-            if edge.value in self.shares
-            else edge
-            for edge in whole
-        )
+        return _edges(whole, self.shares, self.degree)
 
     @property
     def whole(self) -> tuple[Whole, ...]:
@@ -137,15 +132,32 @@ class Shardings:
     def __init__(self, capture: Capture, layers: LayerGraph, cluster: Cluster) -> None:
         self._cluster = cluster
         self._model = _Model(capture, layers)
-        self._solved: dict[tuple[int, bool], Sharding] = {}
+        self._solvers: dict[tuple[int, bool], _Solver] = {}
 
     def at(self, degree: int, *, sequence: bool = False) -> Sharding:
         """What :func:`shard_model` gives; raises as it does."""
+        return self._solver(degree, sequence).all_kinds()
+
+    def kinds(self, degree: int, *, sequence: bool = False) -> tuple[LayerKind, ...]:
+        """The kinds of layers as one rank runs them: all that a plan is priced by."""
+        return tuple(solved.kind for solved in self._solver(degree, sequence).kinds)
+
+    def edges(self, degree: int, *, sequence: bool = False) -> tuple[Edge, ...]:
+        """The edges between layers with the bytes that one rank sends."""
+        return _edges(self._model.layers.edges, self._solver(degree, sequence).shares_by_name, degree)
+
+    def _solver(self, degree: int, sequence: bool) -> _Solver:
         key = (degree, sequence)
-        if key not in self._solved:
-            prices = price_on(self._cluster, degree)
-            self._solved[key] = _Solver(self._model, degree, prices, sequence=sequence).all_kinds()
-        return self._solved[key]
+        if key not in self._solvers:
+            self._solvers[key] = _Solver(self._model, degree, price_on(self._cluster, degree), sequence=sequence)
+        return self._solvers[key]
+
+
+def _edges(whole: tuple[Edge, ...], shares: Mapping[str, Shard], degree: int) -> tuple[Edge, ...]:
+    return tuple(
+        dataclasses.replace(edge, bytes_per_sample=edge.bytes_per_sample / degree) if edge.value in shares else edge
+        for edge in whole
+    )
 
 
 def _prices(cluster: Cluster | None, degree: int, pricing: Pricing | None) -> Pricing:
@@ -165,6 +177,27 @@ class _Model:
         self.by_name = {node.name: node for node in self.facts.graph.nodes}
         self.first = _first_of_kind(layers)
         self.counts = [sum(layer.kind == index for layer in layers.layers) for index in range(len(layers.kinds))]
+        self.sizes: dict[Node, tuple[float, bool]] = {}
+        self._facts_at: dict[int, GraphFacts] = {}
+
+    def facts_at(self, degree: int) -> GraphFacts:
+        """The graph's facts for a degree, the same for all who ask."""
+        if degree not in self._facts_at:
+            self._facts_at[degree] = self.facts.at(degree)
+        return self._facts_at[degree]
+
+    @cached_property
+    def inputs(self) -> list[Node]:
+        """The batch's tensors."""
+        return [node for node in self.facts.graph.nodes if node.op == "placeholder"]
+
+    @cached_property
+    def twins(self) -> dict[Node, Node]:
+        """Of every layer's node the one in its place in the first layer of the kind."""
+        found: dict[Node, Node] = {}
+        for layer, nodes in zip(self.layers.layers, self.layer_nodes, strict=True):
+            found.update(zip(nodes, self.layer_nodes[self.first[layer.kind]], strict=True))
+        return found
 
     @cached_property
     def parameters(self) -> dict[Node, int]:
@@ -176,6 +209,11 @@ class _Model:
     def parameter_ids(self) -> dict[str, int]:
         """The identity of every Parameter by the names under which the graph reads it."""
         return {str(node.target): parameter for node, parameter in self.parameters.items()}
+
+    @cached_property
+    def reads(self) -> Counter[int]:
+        """How many nodes read each Parameter."""
+        return Counter(self.parameters.values())
 
     @cached_property
     def aliases(self) -> dict[str, tuple[str, ...]]:
@@ -210,23 +248,35 @@ class _Solver:
             raise StrategyError(f"tensor degree {degree}", legal="a whole number of at least 1")
         self.model, self.pricing = model, pricing
         self.capture, self.layers, self.first = model.capture, model.layers, model.first
-        self.facts = model.facts.at(degree)
+        self.facts = model.facts_at(degree)
         # A matter of shapes, so alike in layers of a kind.
         self.shares = handed_over(self.capture, self.facts, model.exported) if sequence and degree > 1 else None
         self.views = [self._view(index) for index in self.first]
         for view in self.views:
             check_heads(self.facts, view.nodes)
-        twins = [self.first[layer.kind] for layer in self.layers.layers]
-        marks = batch_marks(self.facts, model.layer_nodes, twins, positions=self.shares is None)
+        firsts = [model.layer_nodes[index] for index in sorted(self.first)]
+        marks = batch_marks(self.facts, model.inputs, firsts, model.twins, positions=self.shares is None)
         self.found: list[Candidates] = [candidates(self.facts, view.nodes, marks, self.shares) for view in self.views]
         if like is not None:
             self.found = [alike(found, like.kinds[index].options) for index, found in enumerate(self.found)]
+        self._priced: dict[int, Costs] = {}
+        self._answers: dict[tuple[object, ...], tuple[Problem, list[int]]] = {}
         self.owners = self._owners()
         self.shared = self._agree()
 
+    @cached_property
+    def kinds(self) -> tuple[KindSharding, ...]:
+        """Every kind's minimum."""
+        return tuple(self.kind(kind) for kind in range(len(self.layers.kinds)))
+
+    @cached_property
+    def shares_by_name(self) -> dict[str, Shard]:
+        """What layers hand each other as shares of the sequence."""
+        return {node.name: state for node, state in (self.shares or {}).items()}
+
     def all_kinds(self) -> Sharding:
         """Every kind's minimum, written to every layer."""
-        kinds = tuple(self.kind(kind) for kind in range(len(self.layers.kinds)))
+        kinds = self.kinds
         options: dict[str, Option] = {}
         layer_of: dict[str, int] = {}
         for index, layer in enumerate(self.layers.layers):
@@ -238,7 +288,7 @@ class _Solver:
             options=options,
             layer_of=layer_of,
             parameters=self._parameter_names(kinds),
-            shares={node.name: state for node, state in (self.shares or {}).items()},
+            shares=self.shares_by_name,
         )
 
     def kind(self, index: int) -> KindSharding:
@@ -284,11 +334,20 @@ class _Solver:
             batch_size=self.capture.batch_size,
             dynamic=self.capture.dynamic_batch,
             shares=self.shares or {},
+            sizes=self.model.sizes,
         )
 
     def _solve(self, index: int, fixed: Mapping[Node, Placement]) -> tuple[Problem, list[int]]:
-        problem = build_problem(self.views[index], self.found[index], self.pricing, fixed)
-        return problem, minimum.minimise(problem.model, problem.followers)
+        key = (index, *fixed.items())
+        if key not in self._answers:
+            problem = build_problem(self._costs(index), fixed)
+            self._answers[key] = problem, minimum.minimise(problem.model, problem.followers)
+        return self._answers[key]
+
+    def _costs(self, index: int) -> Costs:
+        if index not in self._priced:
+            self._priced[index] = Costs(self.views[index], self.found[index], self.pricing)
+        return self._priced[index]
 
     def _owners(self) -> dict[int, set[int]]:
         """Kinds that use each Parameter, by its identity."""
@@ -322,10 +381,8 @@ class _Solver:
         return agreed
 
     def _shared_parameters(self) -> list[int]:
-        names: dict[int, set[str]] = defaultdict(set)
-        for node, parameter in self.model.parameters.items():
-            names[parameter].add(node.name)
-        return [p for p, kinds in self.owners.items() if len(kinds) > 1 or len(names[p]) > 1]
+        reads = self.model.reads
+        return [p for p, kinds in self.owners.items() if len(kinds) > 1 or reads[p] > 1]
 
     def _fixed(self, kind: int, agreed: Mapping[int, Placement]) -> dict[Node, Placement]:
         stored = self.found[kind].stored
