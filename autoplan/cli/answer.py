@@ -10,14 +10,19 @@ from typing import Any
 import typer
 
 from autoplan.cli import console
+from autoplan.cli.output import check_file, is_stdout, write
 from autoplan.cli.summary import summary
-from autoplan.errors import AutoplanError, InfeasibleError
+from autoplan.errors import InfeasibleError
 from autoplan.explain.text import seconds
 from autoplan.plan import SCHEMA_VERSION, Plan
 
 
 def give(decide: Callable[[], Plan], *, what: str, output: Path | None, json: bool) -> None:
-    """Run ``decide`` under a spinner, then print its plan (or that nothing fits, and exit with 1)."""
+    """Run ``decide`` under a spinner, then print its plan (or that nothing fits, and exit with 1).
+
+    A file that cannot be written is refused before.
+    """
+    check_file(output, what="plan", name="plan.json", json=json)
     try:
         with console.progress(what):
             plan = decide()
@@ -27,11 +32,12 @@ def give(decide: Callable[[], Plan], *, what: str, output: Path | None, json: bo
         console.result_json(infeasible(error))
         raise typer.Exit(error.exit_code) from None
     if output is not None:
-        save(plan, output)
+        write(output, plan.to_json(), what="plan")
     if json:
         console.result_json(plan.to_dict(with_seconds=True))
         return
-    console.result(*summary(plan))
+    if not is_stdout(output):
+        console.result(*summary(plan))
     console.note(_closing(plan, output))
 
 
@@ -47,18 +53,12 @@ def infeasible(error: InfeasibleError) -> dict[str, Any]:
     }
 
 
-def save(plan: Plan, output: Path) -> None:
-    """Write ``plan``; what hinders that is said as an :class:`AutoplanError`."""
-    try:
-        plan.save(output)
-    except OSError as error:
-        raise AutoplanError(f"cannot write the plan: {error.strerror}", where=str(output)) from None
-
-
 def _closing(plan: Plan, output: Path | None) -> str:
     spent = ", ".join(f"{name} {seconds(value)}" for name, value in plan.seconds.items())
     if output is None:
         advice = "add `-o plan.json` to keep it"
+    elif is_stdout(output):
+        advice = "the plan file is on standard output"
     else:
         advice = f"wrote {output}; next: autoplan explain {shlex.quote(str(output))}"
     return f"{spent}; {advice}" if spent else advice

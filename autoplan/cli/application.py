@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import os
 import sys
 import traceback
@@ -18,6 +20,7 @@ from autoplan.cli.console import error_line, result_json
 from autoplan.errors import AutoplanError
 
 FAULT = 3
+INTERRUPTED, CLOSED_PIPE = 130, 141  # what shells say of a program that these signals end
 TRACEBACK_VARIABLE = "AUTOPLAN_TRACEBACK"
 # What `autoplan --help` lists: each command's first paragraph, here so that the list costs no import of the commands.
 SUMMARIES = {
@@ -79,6 +82,12 @@ class Application(_PlainFlags, TyperGroup):
         self.called = name
         return name, command_called(name) if name in SUMMARIES else command, rest
 
+    def invoke(self, ctx: Any) -> Any:
+        try:
+            return super().invoke(ctx)
+        except BrokenPipeError:  # `| head` has read enough; typer would end with 1, which is a no
+            return _print_no_more(CLOSED_PIPE)
+
     def main(
         self,
         args: Sequence[str] | None = None,
@@ -90,11 +99,21 @@ class Application(_PlainFlags, TyperGroup):
     ) -> Any:
         try:  # not standalone, so that errors arrive here
             code = super().main(args, prog_name, complete_var, False, windows_expand_args, **extra)
+            sys.stdout.flush()  # what cannot be printed is known only now
+        except BrokenPipeError:
+            code = _print_no_more(CLOSED_PIPE)
         except Exception as error:
             command = f"autoplan {self.called}" if self.called else "autoplan"
             words = sys.argv[1:] if args is None else args
             code = _report(error, command, json=self.called != "run" and "--json" in words)  # run's is the script's
         sys.exit(code if isinstance(code, int) else 0)
+
+
+def _print_no_more(code: int) -> int:
+    """Nothing is left to be flushed at the end, where it would fail once more; ``code`` as it is."""
+    with contextlib.suppress(OSError, ValueError):
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    return code
 
 
 def command_called(name: str) -> Any:
@@ -136,7 +155,11 @@ def _as_ours(error: Exception, command: str) -> tuple[AutoplanError, int]:
         command = context.command_path if context is not None else command
         return AutoplanError(error.format_message(), attempt=f"{command} --help"), 2
     if isinstance(error, typer.Abort):
-        return AutoplanError("interrupted"), 130
+        return AutoplanError("interrupted"), INTERRUPTED
+    if isinstance(error, OSError) and error.errno == errno.ENOSPC:
+        return AutoplanError(
+            "cannot write: the disk is full", where=error.filename or "standard output"
+        ), _print_no_more(2)
     frame = traceback.extract_tb(error.__traceback__)[-1]
     reason = " ".join(str(error).split())[:300]
     fault = AutoplanError(

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from autoplan.cli import console, options
+from autoplan.cli.output import check_file, is_stdout, write
 from autoplan.explain.text import percent, seconds
 
 if TYPE_CHECKING:
@@ -22,7 +23,10 @@ def calibrate(
         int | None, typer.Option("--gpus", metavar="N", help="Ranks that measure together: all GPUs, or a core each.")
     ] = None,
     output: Annotated[
-        Path | None, typer.Option("-o", "--output", metavar="FILE.toml", help="Write a cluster file for --gpus.")
+        Path | None,
+        typer.Option(
+            "-o", "--output", metavar="FILE.toml", help="Write a cluster file for --gpus; - is standard output."
+        ),
     ] = None,
     quick: Annotated[bool, typer.Option("--quick", help="A few seconds, less exact.")] = False,
     json: options.Json = False,
@@ -33,17 +37,20 @@ def calibrate(
 
     Example: autoplan calibrate --device cpu --gpus 2 --quick -o here.toml
     """
-    options.check_writable(output, what="cluster file", name="cluster.toml")
+    check_file(output, what="cluster file", name="cluster.toml", json=json)
     from autoplan.calibration import calibrate as measure
-    from autoplan.calibration import write_cluster
+    from autoplan.calibration import cluster_toml
     from autoplan.cluster import local_device_count
 
     chosen = device or ("cuda" if local_device_count() else "cpu")
     with console.progress("Measuring"):
         fit = measure(device=chosen, gpus=gpus, quick=quick, note=console.note)
     if output is not None:
-        write_cluster(fit, output)
-        console.note(f"written: {output}; use it as --gpus {output}")
+        write(output, cluster_toml(fit), what="cluster file")
+        if is_stdout(output):
+            return
+        named = output if output.suffix == ".toml" or output.name != str(output) else f"./{output}"
+        console.note(f"written: {output}; use it as --gpus {named}")
     if json:
         console.result_json(_as_json(fit))
     else:

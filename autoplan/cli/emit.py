@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from autoplan.cli import console, options
+from autoplan.cli.output import check_folder
 
 
 def emit(
@@ -26,6 +27,7 @@ def emit(
     import autoplan
     from autoplan.export import emit_model
 
+    check_folder(output, what="program", json=json, printed=False)
     wanted = autoplan.Plan.load(plan)
     with console.progress(f"Writing {model} under {wanted.strategy.describe()}"):
         folder = emit_model(model, wanted, output)

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from autoplan.cli import answer, console, options
+from autoplan.cli import console, options
+from autoplan.cli.output import check_file, is_stdout, write
 from autoplan.errors import AutoplanError
 from autoplan.plan import Plan
 
@@ -31,7 +32,10 @@ Gpus = Annotated[
     str | None, typer.Option("--gpus", metavar="SPEC", help="The cluster, where the plan's is not at hand.")
 ]
 Output = Annotated[
-    Path | None, typer.Option("-o", "--output", metavar="FILE", help="With --what-if: write the plan and its answers.")
+    Path | None,
+    typer.Option(
+        "-o", "--output", metavar="FILE", help="With --what-if: write the plan with its answers; - is stdout."
+    ),
 ]
 
 
@@ -61,20 +65,23 @@ def explain(
         _deeper(plan, layer, model, gpus, json=json)
         return
     if what_if:
-        options.check_writable(output)
+        check_file(output, what="plan", name="plan.json", json=json)
         from autoplan.what_if import what_if as answers
 
         with console.progress(f"Asking {plan.model.name} again"):
             plan = answers(plan, model=model, gpus=gpus)
         if output is not None:
-            answer.save(plan, output)
-            console.note(f"wrote {output}; next: autoplan report {output}")
+            write(output, plan.to_json(), what="plan")
     if json:
         console.result_json(plan.to_dict())
+    elif is_stdout(output):
+        return
     elif what_if:
         from autoplan.explain.reasons import other_answers
 
         typer.echo("\n".join(other_answers(plan)))
+        if output is not None:
+            console.note(f"wrote {output}; next: autoplan report {output}")
     else:
         typer.echo(plan.explain().rstrip("\n"))
 

@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from autoplan.cli import console, options
+from autoplan.cli.output import check_folder, is_stdout
 
 
 def export(
@@ -22,7 +23,7 @@ def export(
     ],
     output: Annotated[
         Path | None,
-        typer.Option("-o", "--output", metavar="DIR", help="Write the files here instead of printing them."),
+        typer.Option("-o", "--output", metavar="DIR", help="Write the files here; else, or with -, they are printed."),
     ] = None,
     json: options.Json = False,
 ) -> None:
@@ -35,9 +36,11 @@ def export(
     from autoplan.export.write import write_files
 
     target = target_named(to)
+    check_folder(output, what="files", json=json, printed=True)
+    folder = None if is_stdout(output) else output
     exported = target.export(autoplan.Plan.load(plan))
-    if output is not None:
-        write_files(exported.files, output)
+    if folder is not None:
+        write_files(exported.files, folder)
     if json:
         answer = {
             "target": target.name,
@@ -48,7 +51,7 @@ def export(
         console.result_json({"schema": 1, **answer})
         return
     for name, text in exported.files.items():
-        typer.echo(f"wrote {output / name}" if output is not None else f"# {name}\n{text.rstrip()}\n")
+        typer.echo(f"wrote {folder / name}" if folder is not None else f"# {name}\n{text.rstrip()}\n")
     typer.echo(f"run: {exported.launch}")
     for lost in exported.lost:
         typer.echo(f"{target.name} cannot express {lost}")

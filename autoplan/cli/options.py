@@ -9,7 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
-from autoplan.errors import AutoplanError, StrategyError
+from autoplan.errors import StrategyError
 
 
 def _presets(incomplete: str) -> list[str]:
@@ -73,7 +73,9 @@ InsideNode = Annotated[
     typer.Option("--inside-node", metavar="AXIS,...", help="Axes whose groups cross no node: tensor,data."),
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of tables.")]
-Output = Annotated[Path | None, typer.Option("-o", "--output", metavar="FILE", help="Write the plan to FILE.")]
+Output = Annotated[
+    Path | None, typer.Option("-o", "--output", metavar="FILE", help="Write the plan to FILE; - is stdout.")
+]
 PlanFile = Annotated[Path, typer.Argument(metavar="PLAN.json", help="A file that `autoplan plan -o` wrote.")]
 
 _WHOLE = (
@@ -182,17 +184,6 @@ def _unknown(key: str) -> StrategyError:
         legal=", ".join(STRATEGY_KEYS),
         attempt=f"did you mean `{near[0]}`?" if near else "",
     )
-
-
-def check_writable(path: Path | None, *, what: str = "plan", name: str = "plan.json") -> None:
-    """Refuse a file that could not be written, before minutes are spent on what goes into it (``what``, such as
-    ``name``)."""
-    if path is None:
-        return
-    if path.is_dir():
-        raise AutoplanError(f"cannot write the {what}: {path} is a folder", attempt=f"-o {path / name}")
-    if not path.absolute().parent.is_dir():
-        raise AutoplanError(f"cannot write the {what}: there is no folder {path.parent}", attempt="make it first")
 
 
 def check_cluster(gpus: str) -> None:

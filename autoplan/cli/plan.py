@@ -54,7 +54,6 @@ def plan(
         from autoplan.export.like import strategy_like
 
         forced = strategy_like(like, forced)
-    options.check_writable(output)
 
     def decide() -> answer.Plan:
         import autoplan

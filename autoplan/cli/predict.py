@@ -50,7 +50,6 @@ def predict(
         precision = precision or imported.precision
     if not wanted:
         raise StrategyError("predict needs a strategy", attempt="--strategy data=4,tensor=2, or `autoplan plan`")
-    options.check_writable(output)
 
     def decide() -> answer.Plan:
         import autoplan

@@ -9,11 +9,9 @@ from typing import Annotated
 
 import typer
 
-from autoplan.cli import console, options
-from autoplan.errors import AutoplanError
+from autoplan.cli import console, options, output
 from autoplan.explain.text import percent, seconds
 from autoplan.plan import Plan
-from autoplan.whole_file import write_whole
 
 Target = Annotated[
     Path | None, typer.Option("-o", "--output", metavar="TRACE.json", help="Where to write it; - is stdout.")
@@ -21,31 +19,29 @@ Target = Annotated[
 Whole = Annotated[bool, typer.Option("--all", help="Write every action of a very long step.")]
 
 
-def simulate(path: options.PlanFile, output: Target = None, whole: Whole = False, json: options.Json = False) -> None:
+def simulate(path: options.PlanFile, target: Target = None, whole: Whole = False, json: options.Json = False) -> None:
     """Trace one step of a plan: open the file at https://ui.perfetto.dev.
 
     Example: autoplan simulate plan.json -o trace.json
     """
     from autoplan.report import step, trace
 
-    options.check_writable(None if output == Path("-") else output, what="trace", name="trace.json")
+    output.check_file(target, what="trace", name="trace.json", json=json)
     plan = Plan.load(path)
     with console.progress(f"Simulating a step of {plan.strategy.describe()}"):
         simulated = step.simulate(plan)
         made = trace.trace(simulated, most_actions=sys.maxsize if whole else trace.MOST_ACTIONS)
         written = text_of.dumps(made, separators=(",", ":")) + "\n"
     facts = made["otherData"]
-    if output == Path("-"):
-        sys.stdout.write(written)
-    elif output is not None:
-        write_beside(output, written)
-    if json and output != Path("-"):
+    if target is not None:
+        output.write(target, written, what="trace")
+    if json:
         idle = [simulated.idle_share(stage) for stage in range(len(simulated.lanes))]
-        console.result_json({"schema": 1, **facts, "idle_share_of_stages": idle, "file": output and str(output)})
-    elif output is None:
+        console.result_json({"schema": 1, **facts, "idle_share_of_stages": idle, "file": target and str(target)})
+    elif target is None:
         console.result(f"{seconds(facts['end_s'])} a step, {facts['actions']:,} actions; add -o trace.json for a trace")
-    elif not json:
-        console.note(f"{seconds(facts['end_s'])} a step, {facts['actions']:,} actions in {output}")
+    elif not output.is_stdout(target):
+        console.note(f"{seconds(facts['end_s'])} a step, {facts['actions']:,} actions in {target}")
     _remarks(facts)
 
 
@@ -58,11 +54,3 @@ def _remarks(facts: dict[str, float]) -> None:
         console.note(f"{share} of the predicted step is in no stage's times: the plan file is an older one")
     elif missing < 0:
         console.note(f"the stages' times make a step {share} longer than the plan says: the plan file was edited")
-
-
-def write_beside(target: Path, text: str) -> None:
-    """Write ``text`` beside ``target`` and rename, so that a reader never sees half of it."""
-    try:
-        write_whole(target, text)
-    except OSError as error:
-        raise AutoplanError(f"cannot write the file: {error.strerror}", where=str(target)) from None

@@ -79,8 +79,11 @@ def emit(capture: Capture, plan: Plan, layers: LayerGraph, builder: Builder, dir
                 attempt="train with program.step, or plan without the axis to emit",
             )
     written = Emission(capture, plan, in_order_of(layers, plan.model.layers), builder)
-    target.parent.mkdir(parents=True, exist_ok=True)
-    beside = Path(tempfile.mkdtemp(dir=target.parent, prefix=f"{target.name}."))
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        beside = Path(tempfile.mkdtemp(dir=target.parent, prefix=f"{target.name}."))
+    except OSError as error:
+        raise AutoplanError(f"cannot write the program: {error.strerror}", where=str(target)) from None
     try:
         written.write(beside)
         os.chmod(beside, 0o755)

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from autoplan.cli import answer, options
-from autoplan.errors import AutoplanError, InfeasibleError, StrategyError
+from autoplan.errors import InfeasibleError, StrategyError
 from autoplan.plan import Plan
 from tests.support.cli import Invoke
 
@@ -151,11 +151,6 @@ def test_infeasible_is_an_answer_on_stdout_with_json(capsys: pytest.CaptureFixtu
 def test_infeasible_without_json_goes_the_way_of_all_errors() -> None:
     with pytest.raises(InfeasibleError):
         answer.give(nothing_fits, what="Planning", output=None, json=False)
-
-
-def test_a_plan_that_cannot_be_written_is_bad_input(plan: Plan, tmp_path: Path) -> None:
-    with pytest.raises(AutoplanError, match="is a folder"):
-        options.check_writable(tmp_path)
 
 
 def test_a_malformed_plan_file_names_the_field(invoke: Invoke, plan: Plan, tmp_path: Path) -> None:

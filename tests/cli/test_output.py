@@ -1,0 +1,105 @@
+"""``-o``: a file or a folder that can be written, or ``-``, which is standard output, for every command that has it."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from autoplan.cli.application import SUMMARIES, command_called
+from autoplan.cluster import Cluster
+from autoplan.cost_models.calibration import TransferSample, fit
+from autoplan.plan import Plan
+from tests.support.cli import Invoke
+
+# Each command that has -o, up to it.
+FILES = {
+    "plan": ("gpt2", "--gpus", "8xA100-80GB-SXM"),
+    "predict": ("gpt2", "--gpus", "8xA100-80GB-SXM", "--strategy", "data=2"),
+    "explain": ("plan.json", "--what-if"),
+    "simulate": ("plan.json",),
+    "report": ("plan.json",),
+    "calibrate": ("--device", "cpu"),
+}
+FOLDERS = {"export": ("plan.json", "--to", "slurm"), "emit": ("gpt2", "plan.json")}
+TAKES_OUTPUT = FILES | FOLDERS
+
+
+@pytest.fixture
+def given(plan: Plan, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder with a plan file; what would take long answers at once."""
+    plan.save(tmp_path / "plan.json")
+    samples = [TransferSample(collective="send", ranks=2, bytes=2.0**n, seconds=1e-4 + 2.0**n / 1e9) for n in (12, 24)]
+    monkeypatch.chdir(tmp_path)
+    for name in ("plan", "predict"):
+        monkeypatch.setattr(f"autoplan.{name}", lambda *_, **__: plan)
+    monkeypatch.setattr("autoplan.what_if.what_if", lambda plan, **_: plan)
+    monkeypatch.setattr("autoplan.calibration.calibrate", lambda **_: fit(Cluster.parse("2xcpu"), samples))
+    return tmp_path
+
+
+def test_these_are_all() -> None:
+    assert {name for name in SUMMARIES if "-o" in options_of(name)} == set(TAKES_OUTPUT)
+
+
+def options_of(name: str) -> set[str]:
+    return {option for param in command_called(name).params for option in param.opts}
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_a_dash_prints_what_the_file_would_hold_and_nothing_else(name: str, invoke: Invoke, given: Path) -> None:
+    printed = invoke(name, *FILES[name], "-o", "-")
+    assert printed.exit_code == 0, printed.stderr
+    assert invoke(name, *FILES[name], "-o", "file.toml").exit_code == 0
+    assert printed.stdout == (given / "file.toml").read_text() != ""
+    assert not (given / "-").exists()
+
+
+def test_what_goes_into_a_folder_is_printed_file_by_file(invoke: Invoke, given: Path) -> None:
+    assert invoke("export", *FOLDERS["export"], "-o", "-").stdout == invoke("export", *FOLDERS["export"]).stdout
+    refused = invoke("emit", *FOLDERS["emit"], "-o", "-")
+    assert refused.exit_code == 2 and "standard output" in refused.stderr
+    assert sorted(path.name for path in given.iterdir()) == ["plan.json"]
+
+
+@pytest.mark.parametrize("name", sorted(set(TAKES_OUTPUT) - {"emit"}))
+def test_a_dash_and_json_are_one_too_many(name: str, invoke: Invoke, given: Path) -> None:
+    refused = invoke(name, *TAKES_OUTPUT[name], "-o", "-", "--json")
+    assert refused.exit_code == 2
+    assert "to standard output, and --json prints there too" in json.loads(refused.stdout)["error"]["what"]
+
+
+UNWRITABLE = {
+    "missing/x": FILES,  # folders are made with the folders above them
+    "folder": {**FILES, "emit": ()},  # export writes beside what is there
+    "plan.json/x": TAKES_OUTPUT,
+    "n" * 300: TAKES_OUTPUT,
+    "full/x": {**FILES, "export": ()},  # emit knows when it has a program
+}
+
+
+@pytest.mark.parametrize(("target", "name"), [(target, name) for target, names in UNWRITABLE.items() for name in names])
+def test_what_cannot_be_written_is_said_in_one_message(name: str, target: str, invoke: Invoke, given: Path) -> None:
+    (given / "folder").mkdir()
+    (given / "folder" / "x").touch()
+    (given / "full").symlink_to("/proc")  # where not even root makes a file
+    refused = invoke(name, *TAKES_OUTPUT[name], "-o", target)
+    assert refused.exit_code == 2, refused.stderr
+    assert refused.stderr.startswith("error: ") and refused.stderr.count("error:") == 1
+    assert "Traceback" not in refused.stderr and target in refused.stderr
+
+
+def test_a_reader_that_has_enough_and_a_full_disk_are_no_faults() -> None:
+    unread, closed = os.pipe()
+    os.close(unread)
+    with open("/dev/full", "w") as full:
+        for into, code, said in ((closed, 141, ""), (full, 2, "error: cannot write: the disk is full")):
+            done = subprocess.run(
+                [sys.executable, "-m", "autoplan.cli", "clusters"], stdout=into, stderr=subprocess.PIPE, text=True
+            )
+            assert (done.returncode, done.stderr.split("\n")[0]) == (code, said)
+    os.close(closed)
