@@ -163,6 +163,8 @@ def restored(problem: Problem, plan: Plan, degree: int) -> Plan:
         global_batch=problem.global_batch,
         model=model_summary(problem),
         forced=dict(asked(problem)),
+        # A stage's were those of one slice of every sample.
+        stages=tuple(dataclasses.replace(stage, flops=stage.flops * degree) for stage in plan.stages),
         case=_case(problem, plan, strategy),
         axes=tuple(rows),
         alternatives=(),
