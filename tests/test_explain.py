@@ -6,7 +6,7 @@ import dataclasses
 
 import pytest
 
-from autoplan.explain import explain
+from autoplan.explain import explain, tables
 from autoplan.explain.text import bar, count, seconds, shorten, size
 from autoplan.plan import Plan
 from autoplan.search import search
@@ -84,7 +84,32 @@ def test_sixteen_stages_are_legible() -> None:
     text = text_of(problem(layers, cluster(8, nodes=2), forced={"pipeline": 16, "schedule": "1f1b"}))
     rows = [line for line in text.splitlines() if "layers." in line and "[" in line]
     assert len(rows) == 16
-    assert rows[0].split()[:2] == ["0", "layers.0..layers.1"]
+    assert rows[0].split()[:3] == ["0", "layers.0..1", "(2)"]
+    assert all(row.split()[5] == "6.2%" for row in rows)  # of the FLOPs
+
+
+def test_a_stages_work_is_its_share_of_the_flops() -> None:
+    layers = [Dense(flops=1e12)] * 3 + [Dense(flops=4e12, elements=10_000_001)]
+    plan = search(problem(layers, cluster(2), forced={"pipeline": 2, "schedule": "1f1b", "micro_batch_size": 1}))
+    shares = [f"{stage.flops / sum(s.flops for s in plan.stages):.1%}" for stage in plan.stages]
+    assert shares == ["42.9%", "57.1%"]
+    rows = [line for line in explain(plan).splitlines() if "[" in line]
+    assert all(f" {share} " in row.split("[")[0] for row, share in zip(rows, shares, strict=True))
+    older = dataclasses.replace(plan, stages=tuple(dataclasses.replace(stage, flops=0.0) for stage in plan.stages))
+    assert max(len(line) for line in explain(older).splitlines()) <= 80
+
+
+@pytest.mark.parametrize(
+    ("first", "last", "counted", "said"),
+    [
+        ("layers.0", "layers.15", " (16)", "layers.0..15 (16)"),
+        ("wte", "h.11", " (12)", "wte..h.11 (12)"),
+        ("layers.120", "lm_head", " (8)", "lay...120..lm_head (8)"),
+        ("embeddings", "classifier", " (14)", "em..ngs..cl..fier (14)"),
+    ],
+)
+def test_layers_are_named_by_their_ends(first: str, last: str, counted: str, said: str) -> None:
+    assert tables._ends(first, last, counted) == said and len(said) <= 22
 
 
 def test_many_stages_share_rows() -> None:

@@ -16,7 +16,7 @@ _GROUPS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
     ("O", "optimizer state and master weights", ("optimizer_state", "master_weights")),
     ("A", "saved activations", ("saved_activations", "received_activations")),
 )
-_BAR = 18
+_LAYERS, _BAR = 22, 15
 # More rows than this and runs of stages that are alike share one.
 _MOST_ROWS = 16
 
@@ -61,14 +61,17 @@ def stages(plan: Plan) -> list[str]:
     legend = ", ".join(f"{letter} {name}" for letter, name, _ in _GROUPS)
     lines = [heading("Stages")]
     lines += paragraph(
-        f"Memory of {' or '.join(sizes)}: {legend}, x everything else. One mb is a micro-batch's forward and backward."
+        f"Memory of {' or '.join(sizes)}: {legend}, x everything else. One mb is a micro-batch's forward and backward, "
+        "work a stage's share of the model's FLOPs."
     )
-    lines.append(f"{'stage':>7} {'layers':<26} {'params':>7} {'one mb':>8}  memory")
+    lines.append(f"{'stage':>7} {'layers':<{_LAYERS}} {'params':>7} {'work':>6} {'one mb':>8}  memory")
+    work = sum(stage.flops for stage in plan.stages)
     for row in _rows(plan):
         stage, capacity = row.stage, plan.cluster.memory_of(row.stage)
         label = str(row.first) if row.first == row.last else f"{row.first}-{row.last}"
         lines.append(
-            f"{label:>7} {shorten(_layers(plan, row), 26):<26} {count(stage.parameters):>7} "
+            f"{label:>7} {shorten(_layers(plan, row), _LAYERS):<{_LAYERS}} {count(stage.parameters):>7} "
+            f"{percent(stage.flops / work) if work else '':>6} "
             f"{seconds(stage.forward_s + stage.backward_s):>8}  {_memory_bar(stage, capacity)} "
             f"{percent(stage.peak_memory_bytes / capacity):>6}"
         )
@@ -78,9 +81,13 @@ def stages(plan: Plan) -> list[str]:
             lines.append(f"{'':>7} recompute: {_recompute(stage)}")
     if plan.strategy.pipeline > 1:
         strategy, bubble = plan.strategy, percent(plan.predicted.bubble_fraction)
+        least = percent(plan.predicted.time_terms.get("bubble", 0.0) / plan.predicted.step_time_s)
+        number = strategy.micro_batches
+        run = "1 micro-batch" if number == 1 else f"{number} micro-batches"
         lines += paragraph(
-            f"{strategy.micro_batches} micro-batches of {strategy.micro_batch_size} run through the stages "
-            f"({strategy.schedule}); on average a stage idles {bubble} of the step (the bubble)."
+            f"{run} of {strategy.micro_batch_size} {'runs' if number == 1 else 'run'} through the stages "
+            f"({strategy.schedule}); on average a GPU idles {bubble} of the step (the bubble), "
+            f"the one with the most to do {least}."
         )
     return lines
 
@@ -111,9 +118,17 @@ def _layers(plan: Plan, row: _Row) -> str:
         return _short(names[first])
     if row.first != row.last:
         return f"{row.last - row.first + 1} stages x {number // (row.last - row.first + 1)} layers"
-    counted = f" ({number})"
-    each = (26 - len(counted) - 2) // 2
-    return f"{shorten(_short(names[first]), each)}..{shorten(_short(names[last]), each)}{counted}"
+    return _ends(_short(names[first]), _short(names[last]), f" ({number})")
+
+
+def _ends(first: str, last: str, counted: str) -> str:
+    """``layers.0..15 (16)``: the first and the last of some layers, and how many they are."""
+    stem, _, number = last.rpartition(".")
+    if stem and number.isdigit() and first.rpartition(".")[0] == stem:
+        last = number
+    room = _LAYERS - len(counted) - 2
+    first = shorten(first, max(room // 2, room - len(last)))
+    return f"{first}..{shorten(last, room - len(first))}{counted}"
 
 
 def _short(name: str) -> str:

@@ -76,11 +76,12 @@ def _facts(plan: Plan) -> dict[str, Any]:
 
 
 def stage_rows(plan: Plan) -> list[dict[str, Any]]:
-    """Each stage as the templates show it."""
-    return [_stage(plan, index, stage) for index, stage in enumerate(plan.stages)]
+    """Each stage as the templates show it; ``work`` is its share of the model's FLOPs, 0 where no stage says."""
+    flops = sum(stage.flops for stage in plan.stages) or 1.0
+    return [_stage(plan, index, stage, work=stage.flops / flops) for index, stage in enumerate(plan.stages)]
 
 
-def _stage(plan: Plan, index: int, stage: Stage) -> dict[str, Any]:
+def _stage(plan: Plan, index: int, stage: Stage, *, work: float) -> dict[str, Any]:
     width = plan.gpus_used // max(1, plan.strategy.pipeline)
     first = index % plan.strategy.pipeline * width
     names = plan.model.layers
@@ -92,6 +93,7 @@ def _stage(plan: Plan, index: int, stage: Stage) -> dict[str, Any]:
         "layers": " to ".join(map(_short, layers)),
         "layers_in_full": " to ".join(layers),
         "number": stage.last_layer - stage.first_layer + 1,
+        "work": percent(work) if work else "",
         "recompute": ", ".join(f"{number} {name}" for name, number in stage.recompute.items() if name != "none"),
         "bar": drawing.memory_bar(stage, plan.cluster.memory_of(stage)),
         "capacity": plan.cluster.memory_of(stage),

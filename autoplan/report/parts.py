@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from autoplan.cost_models.schedule import Event
 from autoplan.explain.text import seconds
-from autoplan.plan import Plan, Stage
+from autoplan.plan import Axis, Plan, Stage
 
 # Terms that are waited for, and the axes that they come from.
 COLLECTIVES = {"sharded_state": ("data",), "tensor_communication": ("tensor", "context", "expert")}
@@ -19,9 +19,10 @@ COLLECTIVES = {"sharded_state": ("data",), "tensor_communication": ("tensor", "c
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Part:
-    """``term`` of the plan's step from ``start_s`` to ``end_s``."""
+    """``term`` of the plan's step from ``start_s`` to ``end_s``, in the action's ``piece``, from 0."""
 
     term: str
+    piece: int
     start_s: float
     end_s: float
 
@@ -49,11 +50,12 @@ def inside(event: Event, stage: Stage, *, pieces: int) -> Iterator[Part]:
     for piece in range(pieces):
         at = event.start_s + (event.end_s - event.start_s) * piece / pieces
         for name in before:
-            yield Part(term=name, start_s=at, end_s=at + every[name] * scale)
+            yield Part(term=name, piece=piece, start_s=at, end_s=at + every[name] * scale)
             at += every[name] * scale
         if every.get("tensor_communication"):
             end = event.start_s + (event.end_s - event.start_s) * (piece + 1) / pieces
-            yield Part(term="tensor_communication", start_s=end - every["tensor_communication"] * scale, end_s=end)
+            lasts_s = every["tensor_communication"] * scale
+            yield Part(term="tensor_communication", piece=piece, start_s=end - lasts_s, end_s=end)
 
 
 def hidden_s(plan: Plan, event: Event) -> float:
@@ -69,10 +71,14 @@ def hidden_s(plan: Plan, event: Event) -> float:
     return min(stage.hidden_s, event.end_s - event.start_s)
 
 
+def axes_of(plan: Plan, term: str) -> list[Axis]:
+    """The axes that wait for each other in ``term``."""
+    return [axis for axis in plan.axes if axis.name in COLLECTIVES.get(term, ())]
+
+
 def named(plan: Plan, term: str) -> str:
     """A term in words, collectives with the axes that they run over."""
-    axes = [axis for axis in plan.axes if axis.name in COLLECTIVES.get(term, ())]
-    return "; ".join(f"{axis.name}: {axis.collective}" for axis in axes) or term.replace("_", " ")
+    return "; ".join(f"{axis.name}: {axis.collective}" for axis in axes_of(plan, term)) or term.replace("_", " ")
 
 
 def said(plan: Plan, event: Event) -> str:

@@ -2,9 +2,9 @@
 
 A process is a pipeline rank (all its GPUs do the same: one class). Its first lane is what it does: forward, backward,
 bubble, gradient synchronisation, optimizer, and inside a forward or a backward the collectives that it waits for and
-what it computes again (:mod:`.parts`). A second lane holds what the data axis transfers beside the computation. What it
-sends are asynchronous slices, with arrows from a send to where it is used; a counter is its memory. Times are
-microseconds, as the format wants.
+what it computes again (:mod:`.parts`), dealt out over its layers alike. A second lane holds what the data axis
+transfers beside the computation. What it sends are asynchronous slices, with arrows from a send to where it is used; a
+counter is its memory. Times are microseconds, as the format wants.
 
 The counter stands at ``saved activations / in flight`` a micro-batch between its forward and its backward, over all
 other terms at their peak: its top is the stage's peak, and between the micro-batches it is an upper bound. It is flat
@@ -17,7 +17,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from autoplan.cost_models.schedule import Event
-from autoplan.plan import Plan
+from autoplan.plan import Plan, Stage
 from autoplan.report import parts
 from autoplan.report.step import Send, Step
 
@@ -108,7 +108,32 @@ def _inside(plan: Plan, rank: int, event: Event, whole: bool) -> Iterator[dict[s
     pieces = 1 if whole else stage.last_layer - stage.first_layer + 1
     for part in parts.inside(event, stage, pieces=pieces):
         category = "recompute" if part.term == "recompute" else "collective"
-        yield _slice(rank, parts.named(plan, part.term), category, part.start_s, part.end_s)
+        of = _layers(plan, stage, event.action.kind, None if whole else part.piece)
+        name, arguments = f"{parts.named(plan, part.term)}, {of}", {"layers": of, **_transfers(plan, part.term)}
+        yield _slice(rank, name, category, part.start_s, part.end_s, args=arguments)
+
+
+def _layers(plan: Plan, stage: Stage, kind: str, piece: int | None) -> str:
+    """The layer of a piece of an action, whose backward begins at the last; of None, all layers of the stage."""
+    first, last = stage.first_layer, stage.last_layer
+    if piece is not None:
+        first = last = first + piece if kind == "F" else last - piece
+    names = plan.model.layers
+    return names[first] if first == last else f"{names[first]} to {names[last]}"
+
+
+def _transfers(plan: Plan, term: str) -> dict[str, Any]:
+    """What the axes of ``term`` transfer in a step, from each GPU."""
+    return {
+        axis.name: {
+            "collective": axis.collective,
+            "gpus": axis.degree,
+            "times_per_step": axis.times_per_step,
+            "bytes_per_step": axis.bytes_per_step,
+            "link": axis.link,
+        }
+        for axis in parts.axes_of(plan, term)
+    }
 
 
 def _beside(plan: Plan, rank: int, shown: Sequence[Event]) -> Iterator[dict[str, Any]]:
@@ -116,8 +141,10 @@ def _beside(plan: Plan, rank: int, shown: Sequence[Event]) -> Iterator[dict[str,
     for event in shown:
         lasts_s = parts.hidden_s(plan, event)
         if lasts_s > 0:
-            name = parts.named(plan, "sharded_state")
-            yield _slice(rank, name, "hidden collective", event.end_s - lasts_s, event.end_s, lane=_BESIDE)
+            name, arguments = parts.named(plan, "sharded_state"), _transfers(plan, "sharded_state")
+            yield _slice(
+                rank, name, "hidden collective", event.end_s - lasts_s, event.end_s, lane=_BESIDE, args=arguments
+            )
 
 
 def _action(rank: int, event: Event) -> dict[str, Any]:

@@ -21,6 +21,7 @@ def test_it_says_the_decision_its_figures_and_the_reasons() -> None:
     assert plan.strategy.describe() in html and plan.case in html and "What is split" in html
     assert html.count("<tr>") == 1 + len(plan.stages)
     assert "<script" not in html and "src=" not in html
+    assert html.count(">50.0%</td>") == 2  # each stage's half of the FLOPs
 
 
 def test_text_stays_text() -> None:

@@ -136,6 +136,38 @@ def test_every_action_holds_its_collectives_and_what_it_computes_again(keys: dic
         assert all(ends(one) <= other["ts"] + 1e-3 for one, other in pairwise(nested))
 
 
+def test_a_collective_says_its_layer_its_axis_its_gpus_and_its_bytes() -> None:
+    layers = [Dense(elements=40_000_000)] * 6
+    plan = search(problem(layers, cluster(8), forced={"pipeline": 2, "tensor": 2, "data": 2, "schedule": "1f1b"}))
+    axis = next(axis for axis in plan.axes if axis.name == "tensor")
+    events = trace.trace(step.simulate(plan))["traceEvents"]
+    for rank, stage in enumerate(plan.stages):
+        held = [f"layers.{i}" for i in range(stage.first_layer, stage.last_layer + 1)]
+        for action, order in (("F", held), ("B", held[::-1])):  # a backward begins at the last layer
+            name = f"{action}0"
+            whole = next(e for e in events if e["pid"] == rank and e["ph"] == "X" and e["name"] == name)
+            inside = [
+                e
+                for e in events
+                if e["pid"] == rank
+                and e.get("cat") == "collective"
+                and whole["ts"] - 1e-3 <= e["ts"]
+                and ends(e) <= ends(whole) + 1e-3
+            ]
+            assert [e["args"]["layers"] for e in inside] == order
+            assert [e["name"] for e in inside] == [f"tensor: all-reduce, {layer}" for layer in order]
+            for event in inside:
+                assert event["args"]["tensor"] == {
+                    "collective": "all-reduce",
+                    "gpus": 2,
+                    "times_per_step": axis.times_per_step,
+                    "bytes_per_step": axis.bytes_per_step,
+                    "link": "near",
+                }
+    beside = [e for e in events if e.get("cat") == "hidden collective"]
+    assert beside and all(e["args"]["data"]["gpus"] == 2 for e in beside)
+
+
 def ends(event: dict[str, Any]) -> float:
     return event["ts"] + event["dur"]
 
