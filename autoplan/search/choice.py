@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import time
+from collections import defaultdict
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
+
+import numpy as np
 
 from autoplan.plan import Strategy
 from autoplan.search.decisions import Decision
 from autoplan.search.evaluate import evaluate_decision
-from autoplan.search.preferences import preference
+from autoplan.search.preferences import preference, preferences
 
 if TYPE_CHECKING:
     from autoplan.search.engine import Engine
@@ -30,6 +33,7 @@ def choose(engine: Engine, best: Decision, fastest: Decision, tolerance: float) 
 def _least_parallel(engine: Engine, best: Decision, fastest: Decision, tolerance: float) -> Decision:
     """The first group of :func:`preference` that has a step within ``tolerance`` of the shortest: its shortest."""
     limit, limit_s = best.value_s * (1 + CONFIRMED), engine.step_s(fastest) * (1 + tolerance)
+    listed = engine.space.candidates.listed
     for group in _preferred_to(engine, fastest.strategy, limit, limit_s):
         found: Decision | None = None
         for index in group:
@@ -38,7 +42,7 @@ def _least_parallel(engine: Engine, best: Decision, fastest: Decision, tolerance
             least_s = engine.step_s(found) if found else limit_s
             if engine.bounds.simulated_s[index] > least_s:
                 continue
-            better = engine.open(index, cutoff_s=least_s if engine.space.candidates.listed[index] else limit)
+            better = engine.open(index, cutoff_s=least_s if listed[index] else limit)
             if better is not None and engine.step_s(better) < least_s:
                 found = better
         if found is not None:
@@ -48,16 +52,13 @@ def _least_parallel(engine: Engine, best: Decision, fastest: Decision, tolerance
 
 def _preferred_to(engine: Engine, strategy: Strategy, limit: float, limit_s: float) -> Iterator[list[int]]:
     """Candidates under the limits that are less parallel than ``strategy``, grouped by preference, least first."""
-    ceiling, bounds = preference(strategy), engine.bounds
-    groups: dict[tuple[int, ...], list[int]] = {}
-    for index in engine.order():
-        if bounds.step_s[index] > limit:
-            break
-        if bounds.simulated_s[index] > limit_s:
-            continue
-        key = preference(engine.space.candidates.strategy(index))
+    order = np.array(engine.order(step_at_most_s=limit), dtype=np.int64)
+    order = order[engine.bounds.simulated_s[order] <= limit_s]
+    columns = [column[order].tolist() for column in preferences(engine.space.candidates)]
+    ceiling, groups = preference(strategy), defaultdict[tuple[int, ...], list[int]](list)
+    for index, key in zip(order.tolist(), zip(*columns, strict=True), strict=True):
         if key < ceiling:
-            groups.setdefault(key, []).append(index)
+            groups[key].append(index)
     for key in sorted(groups):
         yield groups[key]
 

@@ -79,6 +79,8 @@ class Engine:
     _sharp: dict[tuple[int, int], float] = field(default_factory=dict, init=False)
     _simulated: dict[Strategy, float] = field(default_factory=dict, init=False)
     _longest: dict[int, float] = field(default_factory=dict, init=False)
+    _bottlenecks: dict[int, float] = field(default_factory=dict, init=False)
+    _strategies: dict[int, Strategy] = field(default_factory=dict, init=False)
 
     @cached_property
     def _blocks(self) -> BlockBounds:
@@ -90,14 +92,24 @@ class Engine:
         return lower_bounds(self.space, self.space.candidates)
 
     @cached_property
-    def _order(self) -> list[int]:
+    def _order(self) -> np.ndarray:
+        fit = np.nonzero(self.bounds.short_bytes <= 0)[0]
         keys = (self.bounds.step_s, *preferences(self.space.candidates))
-        every = np.lexsort(keys[::-1])
-        return [int(index) for index in every[self.bounds.short_bytes[every] <= 0]]
+        return fit[np.lexsort([key[fit] for key in keys[::-1]])]
 
-    def order(self, chosen: np.ndarray | None = None) -> list[int]:
-        """Candidates (of those ``chosen``) that pass the memory bound, by lower bound, then by preference."""
-        return self._order if chosen is None else [index for index in self._order if chosen[index]]
+    def order(self, chosen: np.ndarray | None = None, *, step_at_most_s: float = math.inf) -> list[int]:
+        """Candidates (of those ``chosen``) that pass the memory bound, by lower bound, then by preference; those whose
+        bound is more than ``step_at_most_s`` left out."""
+        reached = np.searchsorted(self.bounds.step_s[self._order], step_at_most_s, side="right")
+        among = self._order[:reached]
+        found: list[int] = (among if chosen is None else among[chosen[among]]).tolist()
+        return found
+
+    def strategy(self, index: int) -> Strategy:
+        """Candidate ``index``, remembered."""
+        if index not in self._strategies:
+            self._strategies[index] = self.space.candidates.strategy(index)
+        return self._strategies[index]
 
     # ---------------------------------------------------------------------------------------------------- the search
 
@@ -135,28 +147,31 @@ class Engine:
     def _simulated_fastest(self, best: Decision) -> Decision:
         """The shortest simulated step among the candidates whose closed form is nearly the best."""
         limit, fastest, opened = best.value_s * (1 + CONFIRMED), best, 0
-        listed = self.space.candidates.listed
-        for index in self.order():
-            if self.bounds.step_s[index] > limit or opened >= MOST_CONFIRMED or time.monotonic() > self.deadline:
+        fastest_s = self.step_s(fastest)
+        order = np.array(self.order(step_at_most_s=limit), dtype=np.int64)
+        order = order[self.bounds.simulated_s[order] < fastest_s]
+        bounds = (self.bounds.simulated_s[order], self._listed[order])
+        for index, simulated_s, listed in zip(order.tolist(), *(values.tolist() for values in bounds), strict=True):
+            if opened >= MOST_CONFIRMED or time.monotonic() > self.deadline:
                 break
-            if self.bounds.simulated_s[index] >= self.step_s(fastest):
+            if simulated_s >= fastest_s:
                 continue
-            opened += not listed[index]
-            found = self.open(index, cutoff_s=self.step_s(fastest) if listed[index] else limit)
-            if found is not None and self.step_s(found) < self.step_s(fastest):
-                fastest = found
+            opened += not listed
+            found = self.open(index, cutoff_s=fastest_s if listed else limit)
+            if found is not None and self.step_s(found) < fastest_s:
+                fastest, fastest_s = found, self.step_s(found)
         return fastest
 
     def best_first(self, indices: list[int]) -> Iterator[tuple[int, float]]:
         """Candidates (given by lower bound) with their sharpest lower bound, by that; of equals the one that is given
         first. A candidate is bounded more sharply when its turn comes, so that most never are."""
         waiting: list[tuple[float, int, int]] = []
-        given = iter(enumerate(indices))
-        ahead = next(given, None)
-        while waiting or ahead is not None:
-            while ahead is not None and (not waiting or self.bounds.step_s[ahead[1]] <= waiting[0][0]):
-                heapq.heappush(waiting, (float(self.bounds.step_s[ahead[1]]), ahead[0], 0))
-                ahead = next(given, None)
+        bounds: list[float] = self.bounds.step_s[indices].tolist()
+        ahead = 0
+        while waiting or ahead < len(indices):
+            while ahead < len(indices) and (not waiting or bounds[ahead] <= waiting[0][0]):
+                heapq.heappush(waiting, (bounds[ahead], ahead, 0))
+                ahead += 1
             bound, place, depth = heapq.heappop(waiting)
             if depth == self._depth(indices[place]):
                 yield indices[place], bound
@@ -175,7 +190,7 @@ class Engine:
         if known is None or (known[1] is None and known[0] < cutoff_s):
             if any(self._sharper_s(index, depth + 1) > cutoff_s for depth in range(self._depth(index))):
                 return None
-            strategy = self.space.candidates.strategy(index)
+            strategy = self.strategy(index)
             if is_listed(strategy):
                 found, floor_s = decide_even_split(self.space, strategy, cutoff_s=cutoff_s)
             else:
@@ -195,16 +210,22 @@ class Engine:
 
     def fits(self, index: int) -> bool:
         """The greedy memory test, remembered."""
+        if self._listed[index]:
+            return True
         if index not in self._fits:
-            strategy = self.space.candidates.strategy(index)
+            strategy = self.strategy(index)
             # Filling stages to the brim reaches furthest in one order of the layers alone.
             ordered = strategy.pipeline == 1 or (self.space.down_sets is None and not is_listed(strategy))
             self._fits[index] = not ordered or fits_greedily(self.space.tables(strategy))
         return self._fits[index]
 
+    @cached_property
+    def _listed(self) -> np.ndarray:
+        return self.space.candidates.listed
+
     def _depth(self, index: int) -> int:
         """How many times a candidate's bound can be sharpened."""
-        return 2 if self.space.candidates.listed[index] else 1
+        return 2 if self._listed[index] else 1
 
     def sharper_s(self, index: int) -> float:
         """A lower bound of one candidate that knows of recompute; inf where it does not fit."""
@@ -213,26 +234,31 @@ class Engine:
     def _sharper_s(self, index: int, depth: int) -> float:
         """The bound of one candidate by what its layers recompute (1), and by the boundaries of its one split (2)."""
         if (index, depth) not in self._sharp:
-            strategy = self.space.candidates.strategy(index)
             if depth == 2:
-                found = least_step_s(self.space, strategy)
-            elif strategy.pipeline == 1:
-                found = self.space.tables(strategy).least_whole_s
+                found = least_step_s(self.space, self.strategy(index))
+            elif self.space.candidates.pipeline[index] == 1:
+                found = self.space.tables(self.strategy(index)).least_whole_s
             else:
-                found = self._working_s(strategy, index)
+                found = self._working_s(index)
             self._sharp[index, depth] = found
         return self._sharp[index, depth]
 
-    def _working_s(self, strategy: Strategy, index: int) -> float:
-        """What the rank with the longest period makes of a step, by its blocks alone. Ranks under interleaved and
-        zero-bubble schedules hold no fewer micro-batches than those of 1F1B."""
-        if index not in self._longest:
-            self._longest[index] = self._blocks.bottleneck_s(strategy)
-        longest_s, micro_batches = self._longest[index], strategy.micro_batches
-        if is_listed(strategy):
+    def _working_s(self, index: int) -> float:
+        """What the rank with the longest period makes of a step, by its blocks alone."""
+        longest_s, micro_batches = self._bottleneck_s(index), int(self.space.candidates.micro_batches[index])
+        if self._listed[index]:
             return micro_batches * longest_s
+        self._longest[index] = longest_s
         longer_s = max(0.0, longest_s - float(self.bounds.longest_s[index]))
         return float(self.bounds.step_s[index]) + (micro_batches - 1) * longer_s
+
+    def _bottleneck_s(self, index: int) -> float:
+        """Found once for all rows of the same degrees: ranks under interleaved and zero-bubble schedules hold no fewer
+        micro-batches than those of 1F1B, which stand beside them."""
+        row = int(self.space.candidates.of[index])
+        if row not in self._bottlenecks:
+            self._bottlenecks[row] = self._blocks.bottleneck_s(self.strategy(index))
+        return self._bottlenecks[row]
 
     def _confirm(self, decision: Decision) -> Decision:
         """The same decision proven by the MILP, or by what proved it where there is no solver or nothing to solve."""
@@ -259,11 +285,11 @@ class Engine:
         """What every split of a candidate takes at least, as far as it was looked into."""
         if index in self._floors:
             return self._floors[index]
-        if self.space.candidates.listed[index]:
+        if self._listed[index]:
             return max(self._sharp.get((index, depth), 0.0) for depth in (1, 2))
         if index not in self._longest:
             return 0.0
-        strategy = self.space.candidates.strategy(index)
+        strategy = self.strategy(index)
         chain = self.space.chain_of(strategy)
         return simulated_with_longest_s(strategy, float(chain.period[-1]), self._longest[index])
 
