@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from autoplan import progress
-from autoplan.cluster import Cluster
+from autoplan.cluster import Cluster, under_its_own_spec
 from autoplan.errors import StrategyError
 from autoplan.models.catalog import check_named
 from autoplan.uncollected import uncollected
@@ -187,7 +187,7 @@ def _check_precision(precision: str, cluster: Cluster) -> None:
 def cluster_of(gpus: Gpus, device: str | None) -> Cluster:
     """The cluster meant by ``gpus``; on ``device="cpu"`` a count is a count of gloo processes."""
     if isinstance(gpus, Cluster):
-        return gpus
+        return under_its_own_spec(gpus)
     if gpus is None:
         gpus = os.environ.get("AUTOPLAN_GPUS") or os.environ.get("WORLD_SIZE") or 1
     if device == "cpu" and str(gpus).lstrip("+-").isdigit():

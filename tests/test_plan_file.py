@@ -13,7 +13,7 @@ import pytest
 from autoplan import plan_file
 from autoplan.cluster import Cluster, Link
 from autoplan.consistency import not_its_cluster, other_cluster, other_count, other_model
-from autoplan.errors import PlanFileError
+from autoplan.errors import ClusterError, PlanFileError
 from autoplan.layers import LayerGraph
 from autoplan.plan import OtherAnswer, Plan, Strategy
 from autoplan.search import search
@@ -147,6 +147,27 @@ def test_a_clusters_fingerprint_is_of_its_figures() -> None:
 
 
 MIXED = "2x4xH100+1x8xA100-80GB"
+
+
+@pytest.mark.parametrize("spec", ["4xH100", "2x2xA100-80GB", "2xH100+2xA100-80GB", "ours.toml"])
+def test_a_cluster_whose_figures_were_replaced_is_not_what_its_spec_says(
+    spec: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "ours.toml").write_text('device = "A10G"\nnodes = 2\ngpus_per_node = 2\n')
+    named = Cluster.parse(spec)
+    device = dataclasses.replace(named.device, memory_bytes=named.device.memory_bytes / 2)
+    groups = tuple(dataclasses.replace(group, device=device) for group in named.groups)
+    layers = [Dense(elements=20_000_000)] * 8
+    for asked in (named, dataclasses.replace(named, device=device, groups=groups)):
+        plan = search(problem(layers, asked))
+        assert plan.cluster.spec == asked.spec + ("" if asked is named else ", changed")
+        again = Plan.load(plan.save(tmp_path / "plan.json"))
+        assert again == plan and other_cluster(again, asked) == ""
+    with pytest.raises(ClusterError):
+        Cluster.parse(plan.cluster.spec)
+    mine = dataclasses.replace(cluster(4), spec="my machines")
+    assert search(problem(layers, mine)).cluster.spec == "my machines"
 
 
 def planned_on(spec: str) -> Plan:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import sys
 import textwrap
 from collections.abc import Iterator
@@ -61,8 +62,19 @@ def result(*renderables: RenderableType) -> None:
 
 
 def result_json(data: Any) -> None:
-    """Print one JSON object as the command's result: plain bytes, whatever the terminal."""
-    sys.stdout.write(json.dumps(data, indent=2) + "\n")
+    """Print one JSON object as the command's result: plain bytes, whatever the terminal.
+
+    JSON has no NaN and no infinity: a figure that is no number is null.
+    """
+    sys.stdout.write(json.dumps(_finite(data), indent=2, allow_nan=False) + "\n")
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _finite(part) for key, part in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(part) for part in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 @contextlib.contextmanager

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import shlex
 from typing import Annotated
 
 import typer
 
 from autoplan.cli import answer, console, options
+from autoplan.cluster import Cluster
 from autoplan.errors import ClusterError, InfeasibleError
 
 
@@ -69,5 +71,15 @@ def min_gpus(
     console.result(f"{found.gpus} x {found.cluster.device.name}")
     console.note(
         f"{found.strategy.describe()}, micro-batch {found.strategy.micro_batch_size}, global batch "
-        f"{found.global_batch}; next: autoplan plan {model} --gpus {found.cluster.spec}"
+        f"{found.global_batch}; next: {_next(model, found.cluster)}"
     )
+
+
+def _next(model: str, cluster: Cluster) -> str:
+    """The command that plans for ``cluster``, which may be no SPEC: so many GPUs as a cluster file has them."""
+    try:
+        Cluster.parse(cluster.spec)
+    except ClusterError:
+        of, _, file = cluster.spec.partition(" as in ")
+        return f"autoplan plan {model} --gpus FILE, where FILE is {file or cluster.spec} with {of}"
+    return f"autoplan plan {shlex.quote(model)} --gpus {shlex.quote(cluster.spec)}"

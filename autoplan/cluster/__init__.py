@@ -10,7 +10,16 @@ path of a cluster file (:mod:`.files`).
 """
 
 from autoplan.cluster.hardware import DEFAULT_KIND, HARDWARE, device_kinds
-from autoplan.cluster.spec import local_device_count
+from autoplan.cluster.spec import local_device_count, under_its_own_spec
 from autoplan.cluster.types import Cluster, Device, Link
 
-__all__ = ["Cluster", "DEFAULT_KIND", "Device", "HARDWARE", "Link", "device_kinds", "local_device_count"]
+__all__ = [
+    "Cluster",
+    "DEFAULT_KIND",
+    "Device",
+    "HARDWARE",
+    "Link",
+    "device_kinds",
+    "local_device_count",
+    "under_its_own_spec",
+]

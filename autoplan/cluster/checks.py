@@ -36,6 +36,19 @@ _RANGES: dict[str, tuple[float, float]] = {
     "memory_efficiency": (1e-6, 1.0),
 }
 _PEAK = (1e3, 1e21)
+# A value of each, in the order of what machines have.
+_EXAMPLES = {
+    "bytes_per_s": "25e9",
+    "gbit_per_s": "200",
+    "latency_s": "5e-6",
+    "oversubscription": "2",
+    "peers": "8",
+    "sms": "132",
+    "memory_bytes": "80e9",
+    "memory_bytes_per_s": "3e12",
+    "launch_s": "4e-6",
+    "context_bytes": "1e9",
+} | {name: "0.8" for name in _RANGES if name.endswith("efficiency")}
 _WHOLE = ("peers", "sms")
 
 
@@ -89,8 +102,12 @@ def number(data: Mapping[str, Any], key: str, where: str) -> float:
     """A positive, finite number."""
     value = data[key]
     if isinstance(value, bool) or not isinstance(value, int | float) or not _finite(value) or value <= 0:
+        least, most = _RANGES.get(key, _PEAK)
         raise ClusterError(
-            f"field `{key}` is a positive number, not {shown(value)}", where=where, attempt=f"{key} = 25e9"
+            f"field `{key}` is a positive number, not {shown(value)}",
+            where=where,
+            legal=f"a number from {least:g} to {most:g}",
+            attempt=f"{key} = {_EXAMPLES.get(key, '100e12')}",
         )
     return float(value)
 

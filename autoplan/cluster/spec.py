@@ -41,6 +41,17 @@ def parse(spec: str | int | Path | Cluster) -> Cluster:
     return _side_by_side(text) if _has_parts(text) else _preset_cluster(text)
 
 
+def under_its_own_spec(cluster: Cluster) -> Cluster:
+    """``cluster``; where its SPEC means another one, because figures of it were replaced, under a text that says so and
+    that :func:`parse` refuses."""
+    try:
+        meant = parse(cluster.spec)
+    except ClusterError:  # a name of the user's own, or a file that is not at hand
+        return cluster
+    same = meant.fingerprint == cluster.fingerprint
+    return cluster if same else dataclasses.replace(cluster, spec=f"{cluster.spec}, changed")
+
+
 def local_device_count() -> int:
     """GPUs that torch sees on this machine; 0 without a working CUDA or ROCm build."""
     import torch

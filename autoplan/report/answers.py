@@ -2,7 +2,7 @@
 
 ``plan``, ``predict``, ``show`` and ``explain`` print a plan (:mod:`autoplan.report.schema`), the first two with
 ``seconds``, or :class:`Infeasible`; what a command cannot answer is :class:`Refused`. Bytes, seconds and FLOPs are
-plain numbers, their unit in the name.
+plain numbers, their unit in the name. No figure is NaN or infinite, which JSON has not.
 """
 
 from __future__ import annotations
@@ -48,11 +48,11 @@ class Refused(Answer):
 
 
 class Infeasible(Answer):
-    """The answer no, with exit code 1."""
+    """The answer no, with exit code 1. ``short_by_bytes``: null where no number of bytes is enough."""
 
     feasible: Literal[False]
     reason: str
-    short_by_bytes: float
+    short_by_bytes: float | None
     term: str
     suggestions: list[str]
 

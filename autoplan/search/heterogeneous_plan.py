@@ -7,7 +7,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from autoplan.cluster import Cluster
+from autoplan.cluster import Cluster, under_its_own_spec
 from autoplan.plan import Alternative, Axis, Certificate, ClusterSummary, GroupSummary, Plan, Predicted, Stage, Strategy
 from autoplan.search.axes import axes
 from autoplan.search.constraints import asked
@@ -129,7 +129,7 @@ def _axes(searched: Searched, evaluation: Evaluation, chosen: MixedDecision) -> 
 
 def _summary(cluster: Cluster, ranks: list[int]) -> ClusterSummary:
     return ClusterSummary(
-        spec=cluster.spec,
+        spec=under_its_own_spec(cluster).spec,
         device=cluster.device.name,
         nodes=cluster.nodes,
         gpus_per_node=cluster.gpus_per_node,

@@ -202,16 +202,25 @@ def _roomier(problem: Problem) -> Iterator[str]:
             return
 
 
-def smallest_count(problem: Problem, *, batch_of: Callable[[int], int] | None = None) -> Fitting | None:
-    """The fewest GPUs of the cluster's kind above its own number that fit: doubling until one fits, then the counts
-    between. ``batch_of``: the global batch for a count; the problem's own unless given."""
-    tried = problem.cluster.gpus
+def smallest_count(
+    problem: Problem, *, above: int | None = None, batch_of: Callable[[int], int] | None = None
+) -> Fitting | None:
+    """The fewest GPUs of the cluster's kind ``above`` a number (its own) that fit: doubling until one fits, then the
+    counts between. ``batch_of``: the global batch for a count; the problem's own unless given."""
+    tried = problem.cluster.gpus if above is None else above
     for _ in range(MOST_DOUBLINGS):
-        found = _fits_on(problem, 2 * tried, batch_of)
+        more = _whole_nodes(problem.cluster, 2 * tried)
+        found = _fits_on(problem, more, batch_of)
         if found is not None:
-            return _between(problem, tried, 2 * tried, batch_of) or found
-        tried *= 2
+            return _between(problem, tried, more, batch_of) or found
+        tried = more
     return None
+
+
+def _whole_nodes(cluster: Cluster, gpus: int) -> int:
+    """``gpus``, or as many as fill the last of the cluster's nodes, where so many do not."""
+    each = cluster.gpus_per_node
+    return gpus if like(cluster, gpus, cluster.device.name) else -(-gpus // each) * each
 
 
 def _between(problem: Problem, low: int, high: int, batch_of: Callable[[int], int] | None) -> Fitting | None:
@@ -236,18 +245,29 @@ def _fits_on(problem: Problem, gpus: int, batch_of: Callable[[int], int] | None)
 
 
 def like(cluster: Cluster, gpus: int, kind: str) -> Cluster | None:
-    """``gpus`` GPUs of ``kind`` laid out as that kind usually is; for this cluster's own kind with its own links."""
+    """``gpus`` GPUs of ``kind`` laid out as that kind usually is; for this cluster's own kind with its own links, and
+    in nodes of its size where it has several."""
     try:
         usual = Cluster.parse(f"{gpus}x{kind}")
     except AutoplanError:
         usual = None
     if kind != cluster.device.name:
         return usual
-    if usual is None and gpus < cluster.gpus_per_node:
-        return dataclasses.replace(cluster, nodes=1, gpus_per_node=gpus, spec=f"{gpus}x{kind}")
-    if (cluster.nodes > 1 and gpus > cluster.gpus_per_node) or usual is None:
-        nodes, rest = divmod(gpus, cluster.gpus_per_node)
-        return None if rest else dataclasses.replace(cluster, nodes=nodes, spec=f"{gpus}x{kind}")
-    return dataclasses.replace(
-        usual, device=cluster.device, intra=cluster.intra, inter=cluster.inter if cluster.nodes > 1 else usual.inter
-    )
+    nodes, each = _nodes(cluster, gpus, usual)
+    if nodes * each != gpus:
+        return None
+    inter = cluster.inter if usual is None or cluster.nodes > 1 else usual.inter
+    made = dataclasses.replace(cluster, nodes=nodes, gpus_per_node=each, inter=inter, assumptions=())
+    if usual is not None and usual.fingerprint == made.fingerprint:
+        return usual
+    spread = f"{nodes} nodes of " if nodes > 1 else ""
+    counted = f"{each} GPUs" if each > 1 else "1 GPU"
+    return dataclasses.replace(made, spec=f"{spread}{counted} as in {cluster.spec}")
+
+
+def _nodes(cluster: Cluster, gpus: int, usual: Cluster | None) -> tuple[int, int]:
+    """How many nodes of how many GPUs."""
+    if cluster.nodes > 1 or usual is None:
+        each = min(gpus, cluster.gpus_per_node)
+        return gpus // each, each
+    return usual.nodes, usual.gpus_per_node

@@ -6,6 +6,7 @@ import dataclasses
 import math
 import time
 
+from autoplan.cluster import under_its_own_spec
 from autoplan.cost_models.precision import dtype_bytes
 from autoplan.cost_models.timeline import host_load_bytes
 from autoplan.errors import InfeasibleError, StrategyError
@@ -174,7 +175,7 @@ def _host_bytes(problem: Problem, strategy: Strategy) -> float:
 
 
 def _cluster(problem: Problem) -> ClusterSummary:
-    cluster = problem.cluster
+    cluster = under_its_own_spec(problem.cluster)
     return ClusterSummary(
         spec=cluster.spec,
         device=cluster.device.name,

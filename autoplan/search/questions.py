@@ -97,7 +97,7 @@ def min_gpus(problem: Problem, *, batch_of: Callable[[int], int] | None = None) 
     found = fits(single)
     if found is not None:
         return Fewest(cluster=alone, strategy=found.strategy, global_batch=single.global_batch)
-    counted = smallest_count(single, batch_of=batch_of)
+    counted = smallest_count(problem, above=1, batch_of=batch_of)
     if counted is None:
         raise infeasible(Engine(space=open_space(single), solver=None))
     return Fewest(cluster=counted.problem.cluster, strategy=counted.strategy, global_batch=counted.problem.global_batch)

@@ -11,7 +11,7 @@ from torch import nn
 
 from autoplan.capture import Capture, capture
 from autoplan.cluster import Cluster
-from autoplan.consistency import other_model
+from autoplan.consistency import not_its_cluster, other_cluster, other_model
 from autoplan.errors import ClusterError, ModelError, PlanFileError
 from autoplan.layers import LayerGraph, build_layers
 from autoplan.models import from_module, resolve, trace_dtype
@@ -32,13 +32,11 @@ class Whole:
 
 
 def prepare(model: Any, plan: Plan, example_inputs: Any, loss_fn: Callable[..., Any] | None) -> Whole:
-    """Trace the model and check that the plan was made for it. Raises PlanFileError where it was not."""
+    """Trace the model and check that the plan was made for it, and for its cluster as that is today where it can be
+    read. Raises PlanFileError where it was not."""
+    cluster = _cluster(plan)
     resolved = _resolve(model, plan, example_inputs, loss_fn)
     dtype = trace_dtype(plan.precision) if _is_cast(resolved.model, plan) else None
-    try:
-        cluster = Cluster.parse(plan.cluster.spec)
-    except ClusterError:  # a cluster file that is not at hand: prices then come from a usual one of that size
-        cluster = Cluster.parse(f"{max(1, plan.gpus)}xcpu")
     captured = capture(
         resolved.model,
         resolved.example_inputs,
@@ -60,6 +58,17 @@ def prepare(model: Any, plan: Plan, example_inputs: Any, loss_fn: Callable[..., 
         layers=layers,
         cluster=cluster,
     )
+
+
+def _cluster(plan: Plan) -> Cluster:
+    try:
+        cluster = Cluster.parse(plan.cluster.spec)
+    except ClusterError:  # a cluster file that is not at hand: prices then come from a usual one of that size
+        return Cluster.parse(f"{max(1, plan.gpus)}xcpu")
+    if unlike := other_cluster(plan, cluster):
+        attempt = f"plan again: {plan.cluster.spec} is not what it was when the plan was made"
+        raise not_its_cluster(plan, cluster, unlike, attempt=attempt)
+    return cluster
 
 
 def small_source(model: Any, whole: Whole) -> tuple[nn.Module, Any]:

@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
 import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
+from hypothesis import HealthCheck, settings
+from hypothesis import given as given_any
+from hypothesis import strategies as st
 
+from autoplan.cli import console
 from autoplan.cli.application import SUMMARIES, command_called
 from autoplan.cluster import Cluster
 from autoplan.cost_models.calibration import TransferSample, fit
@@ -103,3 +110,29 @@ def test_a_reader_that_has_enough_and_a_full_disk_are_no_faults() -> None:
             )
             assert (done.returncode, done.stderr.split("\n")[0]) == (code, said)
     os.close(closed)
+
+
+NUMBERS = st.floats(allow_nan=True, allow_infinity=True)
+ANYTHING = st.recursive(
+    st.none() | st.booleans() | st.integers() | NUMBERS | st.text(),
+    lambda parts: st.lists(parts) | st.tuples(parts, parts) | st.dictionaries(st.text(), parts),
+    max_leaves=8,
+)
+
+
+@settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck))
+@given_any(answer=ANYTHING)
+def test_json_has_no_figure_that_is_no_number(answer: Any) -> None:
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        console.result_json(answer)
+
+    def refuse(name: str) -> None:
+        raise AssertionError(f"{name} is not JSON")
+
+    read = json.loads(printed.getvalue(), parse_constant=refuse)
+    assert json.dumps(read) == json.dumps(with_nulls(answer))
+
+
+def with_nulls(value: Any) -> Any:
+    """Through text: NaN and infinities are names there, and nothing else is."""
+    return json.loads(json.dumps(value), parse_constant=lambda name: None)

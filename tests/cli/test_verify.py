@@ -80,6 +80,22 @@ def test_a_model_that_cannot_take_the_plans_sequences_is_not_the_plans(
         assert "the plan was made for another-model" in " ".join(result.stderr.split())
 
 
+def test_a_cluster_that_is_not_what_it_was_is_bad_input(
+    invoke: Invoke, config: Path, planned: autoplan.Plan, tmp_path: Path
+) -> None:
+    described = tmp_path / "ours.toml"
+    described.write_text('device = "cpu"\nnodes = 1\ngpus_per_node = 2\n')
+    strategy = {"pipeline": 2, "schedule": "1f1b"}
+    plan = autoplan.plan(str(config), gpus=described, global_batch=8, seq=12, strategy=strategy)
+    path = str(plan.save(tmp_path / "plan.json"))
+    assert invoke("verify", str(config), path, "--static").exit_code == 0
+    described.write_text(described.read_text() + "[intra]\nbytes_per_s = 5e9\n")
+    for command, *more in (("verify",), ("emit", "-o", str(tmp_path / "program"))):
+        result = invoke(command, str(config), path, *more)
+        assert result.exit_code == 2
+        assert f"{described} is not what it was when the plan was made" in " ".join(result.stderr.split())
+
+
 @pytest.mark.wide
 def test_the_numbers_are_the_same(invoke: Invoke, config: Path, planned: autoplan.Plan, tmp_path: Path) -> None:
     result = invoke("verify", str(config), str(planned.save(tmp_path / "plan.json")))

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import dataclasses
 import re
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from autoplan.cluster import Cluster
 from autoplan.cost_models import memory
 from autoplan.errors import InfeasibleError
 from autoplan.search import search
-from autoplan.search.infeasible import fits, smallest_count
+from autoplan.search.infeasible import fits, like, smallest_count
 from autoplan.search.problem import Problem
+from autoplan.search.questions import min_gpus
 from tests.support.layer_graphs import GIB, Dense, cluster, problem
 
 # 2.4 G parameters: 16 bytes of state each and 4 of the step's temporary, 44.7 GiB, on two cards of 12 GiB.
@@ -117,3 +120,44 @@ def test_a_smaller_batch_where_it_cannot_be_split() -> None:
     batch = int(re.findall(r"=(\d+) fits", found)[0])
     search(problem(layers, cluster(1, memory_gib=12), global_batch=batch, **whole))
     infeasible(problem(layers, cluster(1, memory_gib=12), global_batch=2 * batch, **whole))
+
+
+FOURS = 'device = "H100"\nnodes = 3\ngpus_per_node = 4\n[inter]\ngbit_per_s = 100\n'
+
+
+@pytest.mark.parametrize(
+    ("spec", "gpus", "nodes", "each", "named"),
+    [
+        ("fours.toml", 1, 1, 1, "1 GPU as in fours.toml"),
+        ("fours.toml", 4, 1, 4, "4 GPUs as in fours.toml"),
+        ("fours.toml", 8, 2, 4, "2 nodes of 4 GPUs as in fours.toml"),
+        ("fours.toml", 6, 0, 0, ""),
+        ("3x4xH100", 8, 2, 4, "2 nodes of 4 GPUs as in 3x4xH100-80GB-SXM"),
+        ("3x4xH100", 2, 1, 2, "2xH100-80GB-SXM"),
+        ("8xH100", 16, 2, 8, "2x8xH100-80GB-SXM"),
+    ],
+)
+def test_other_counts_of_a_cluster_are_in_its_nodes_and_named_for_what_they_are(
+    spec: str, gpus: int, nodes: int, each: int, named: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "fours.toml").write_text(FOURS)
+    have = Cluster.parse(spec)
+    found = like(have, gpus, have.device.name)
+    if not nodes:
+        assert found is None
+        return
+    assert found is not None
+    assert (found.nodes, found.gpus_per_node, found.spec) == (nodes, each, named)
+    assert found.device == have.device and (nodes == 1 or found.inter == have.inter)
+
+
+def test_the_fewest_of_a_cluster_file_are_whole_nodes_of_its_size(tmp_path: Path) -> None:
+    """2.4 G parameters take 44.7 GiB, on cards of 4: of nodes of three, the doublings 4 and 8 fill none."""
+    path = tmp_path / "threes.toml"
+    device = '{ base = "H100", memory_bytes = 4.3e9, context_bytes = 1.0 }'
+    path.write_text(f"device = {device}\nnodes = 2\ngpus_per_node = 3\n")
+    question = problem([Dense(elements=150_000_000)] * 16, Cluster.parse(path), recompute_policies=("none",))
+    found = min_gpus(question)
+    assert found.gpus % 3 == 0 and found.cluster.gpus_per_node == 3
+    search(dataclasses.replace(question, cluster=found.cluster, global_batch=found.global_batch))
