@@ -24,6 +24,7 @@ from torch.fx import GraphModule
 from autoplan.capture import batch as batches
 from autoplan.capture import huggingface
 from autoplan.capture.autocast import cast_in_trace
+from autoplan.capture.batch_paths import one_path
 from autoplan.capture.errors import trace_failure
 from autoplan.capture.folding import Folding
 from autoplan.capture.guard import ForeignTensors, untouched, watched
@@ -135,12 +136,20 @@ def needs_shadow(model: nn.Module, dtype: torch.dtype | None) -> bool:
 
 def _export(wrapper: CallAndLoss, inputs: list[Tensor], size: int, notes: list[str]) -> tuple[GraphModule, bool]:
     """Dynamic in the batch; static where that fails. The first failure is the one worth telling."""
+    batched = [tensor.dim() > 0 and tensor.shape[0] == size for tensor in inputs]
+
+    def dynamic(least: int, most: int) -> GraphModule:
+        return _export_dynamic(wrapper, inputs, batched, range(least, most + 1))
+
     try:
-        return _export_dynamic(wrapper, inputs, size), True
+        return dynamic(1, MAX_BATCH), True
     except CaptureError:
         raise
     except Exception as error:
         first = error
+    whole = one_path(first, dynamic)
+    if whole is not None:
+        return whole, True
     try:
         graph_module = _module(torch.export.export(wrapper, tuple(inputs), strict=False))
     except Exception:
@@ -156,17 +165,21 @@ def _reason(error: Exception) -> str:
     return (constraints or lines or [type(error).__name__])[0].partition(". ")[0]
 
 
-def _export_dynamic(wrapper: CallAndLoss, inputs: list[Tensor], size: int) -> GraphModule:
+def _export_dynamic(wrapper: CallAndLoss, inputs: list[Tensor], batched: list[bool], sizes: range) -> GraphModule:
     # torch takes a dimension of 1 for a constant (broadcasting): an example of one sample is traced as two
-    batched = [tensor.dim() > 0 and tensor.shape[0] == size for tensor in inputs]
-    if size == 1:
-        inputs = [
-            torch.cat([tensor, tensor]) if is_batched else tensor
-            for tensor, is_batched in zip(inputs, batched, strict=True)
-        ]
-    dimension = Dim("batch", min=1, max=MAX_BATCH)
+    traced = range(max(2, sizes.start), sizes.stop)
+    rows = [
+        _resized(tensor, traced) if is_batched else tensor for tensor, is_batched in zip(inputs, batched, strict=True)
+    ]
+    dimension = Dim("batch", min=sizes.start, max=sizes.stop - 1)
     shapes = tuple({0: dimension} if is_batched else None for is_batched in batched)
-    return _module(torch.export.export(wrapper, tuple(inputs), dynamic_shapes={"tensors": shapes}, strict=False))
+    return _module(torch.export.export(wrapper, tuple(rows), dynamic_shapes={"tensors": shapes}, strict=False))
+
+
+def _resized(tensor: Tensor, sizes: range) -> Tensor:
+    """The example's samples, no more than the sizes allow, and over again where they ask for more."""
+    times = -(-sizes.start // len(tensor))
+    return torch.cat([tensor] * max(1, times))[: sizes.stop - 1]
 
 
 def _module(program: torch.export.ExportedProgram) -> GraphModule:

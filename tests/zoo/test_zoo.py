@@ -30,6 +30,8 @@ NAMED = [
     "DeepSeek-V3",
     "Mamba",
     "U-Net",
+    "diffusers U-Net",
+    "diffusers DiT",
     "DiT",
     "nanoGPT",
     "MLP-Mixer",
