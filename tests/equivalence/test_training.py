@@ -17,6 +17,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from autoplan.runtime import Program
 from tests.support import models
 from tests.support.processes import run_ranks
 from tests.support.training import program_forced
@@ -148,11 +149,18 @@ def single_process(model: nn.Module, batch: Any) -> Trained:
     return Trained(losses, gradients, {n: p.detach().clone() for n, p in model.named_parameters()})
 
 
-def planned(rank: int, world: int, model: nn.Module, batch: Any, strategy: dict[str, Any]) -> Trained:
-    """The compiled program on one rank, gathered."""
-    program = program_forced(model, batch, strategy, gpus=world)
+def compiled(model: nn.Module, batch: Any, strategy: dict[str, Any], *, gpus: int) -> Program:
+    """The program under the strategy, its graphs of every tensor rank written."""
+    program = program_forced(model, batch, strategy, gpus=gpus)
     policies = {policy for stage in program.plan.stages for policy in stage.layer_recompute}
     assert policies == {strategy.get("recompute", "none")}
+    for tensor_rank in range(strategy["tensor"]):
+        program._builder.graphs(tensor_rank)
+    return program
+
+
+def trained(rank: int, world: int, program: Program, batch: Any) -> Trained:
+    """Three steps on one rank, gathered."""
     optimizer = torch.optim.AdamW(program.parameters(), lr=LEARNING_RATE)
     losses, gradients = [], []
     for _ in range(STEPS):
@@ -163,22 +171,44 @@ def planned(rank: int, world: int, model: nn.Module, batch: Any, strategy: dict[
     return Trained(losses, gradients, program.state_dict())
 
 
+def compiled_and_trained(rank: int, world: int, model: nn.Module, batch: Any, strategy: dict[str, Any]) -> Trained:
+    return trained(rank, world, compiled(model, batch, strategy, gpus=world), batch)
+
+
 def assert_equal(name: str, found: Tensor, expected: Tensor) -> None:
     bound = 1e-10 * (expected.norm().item() + LEARNING_RATE * math.sqrt(expected.numel()))
     difference = (found - expected).norm().item()
     assert difference <= bound, f"{name}: differs by {difference:.3e}, allowed {bound:.3e}"
 
 
-@pytest.mark.parametrize(("model_name", "strategy_name"), CASES)
-def test_program_trains_to_the_single_process_numbers(model_name: str, strategy_name: str) -> None:
-    model, batch = doubled(MODELS[model_name])
-    strategy = STRATEGIES[strategy_name]
-    expected = single_process(model, batch)
-    world = strategy["data"] * strategy["tensor"] * strategy["pipeline"]
-    for rank, found in enumerate(run_ranks(planned, world, model, batch, strategy)):
+def assert_same(ranks: list[Trained], expected: Trained) -> None:
+    for rank, found in enumerate(ranks):
         for step in range(STEPS):
             assert found.losses[step] == pytest.approx(expected.losses[step], rel=1e-10), (rank, step)
             for name, gradient in expected.gradients[step].items():
                 assert_equal(f"rank {rank}, step {step}, gradient of {name}", found.gradients[step][name], gradient)
         for name, weight in expected.weights.items():
             assert_equal(f"rank {rank}, weight {name}", found.weights[name], weight)
+
+
+def world_of(strategy: dict[str, Any]) -> int:
+    return strategy["data"] * strategy["tensor"] * strategy["pipeline"]
+
+
+@pytest.mark.parametrize(("model_name", "strategy_name"), CASES)
+def test_program_trains_to_the_single_process_numbers(model_name: str, strategy_name: str) -> None:
+    model, batch = doubled(MODELS[model_name])
+    strategy = STRATEGIES[strategy_name]
+    program = compiled(model, batch, strategy, gpus=world_of(strategy))
+    assert_same(run_ranks(trained, world_of(strategy), program, batch), single_process(model, batch))
+
+
+@pytest.mark.parametrize(("model_name", "strategy_name"), [("nanogpt", "dp2-pp2-tp2"), ("llama", "dp2-zero1")])
+def test_a_program_that_every_rank_compiles_trains_to_the_single_process_numbers(
+    model_name: str, strategy_name: str
+) -> None:
+    """As under torchrun: the ranks find the same plan, each by itself."""
+    model, batch = doubled(MODELS[model_name])
+    strategy = STRATEGIES[strategy_name]
+    ranks = run_ranks(compiled_and_trained, world_of(strategy), model, batch, strategy)
+    assert_same(ranks, single_process(model, batch))
