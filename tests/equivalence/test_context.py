@@ -14,6 +14,7 @@ from torch import nn
 
 import autoplan
 from autoplan.errors import StrategyError
+from autoplan.runtime import Program
 from tests.support import models
 from tests.support.processes import run_ranks
 from tests.support.training import assert_same_numbers, in_double, program_forced, train_alone, train_program
@@ -48,8 +49,8 @@ CASES = [
 ]
 
 
-def planned(rank: int, world: int, model: nn.Module, batch: Any, strategy: dict[str, Any]) -> Any:
-    return train_program(program_forced(model, batch, strategy, gpus=world), [batch] * STEPS)
+def trained(rank: int, world: int, program: Program, batch: Any) -> Any:
+    return train_program(program, [batch] * STEPS)
 
 
 @pytest.mark.parametrize(("model_name", "strategy_name"), CASES)
@@ -58,7 +59,8 @@ def test_positions_over_ranks_train_to_the_single_process_numbers(model_name: st
     strategy = STRATEGIES[strategy_name]
     expected = train_alone(model, [batch] * STEPS)
     world = strategy["data"] * strategy["tensor"] * strategy["pipeline"] * strategy["context"]
-    for found in run_ranks(planned, world, model, batch, strategy):
+    program = program_forced(model, batch, strategy, gpus=world)
+    for found in run_ranks(trained, world, program, batch):
         assert_same_numbers(found, expected)
 
 

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 import autoplan
+from autoplan.runtime import Program
 from autoplan.runtime.checkpoints import Checkpoints
 from tests.support.processes import run_ranks
 from tests.support.training import (
@@ -57,8 +58,7 @@ CASES = [
 ]
 
 
-def planned(rank: int, world: int, model: nn.Module, batch: Any, strategy: dict[str, Any]) -> Any:
-    program = program_forced(model, batch, strategy, gpus=world)
+def trained(rank: int, world: int, program: Program, batch: Any) -> Any:
     held = {name: tuple(parameter.shape) for name, parameter in program.named_parameters()}
     return train_program(program, [batch] * STEPS), held
 
@@ -70,7 +70,8 @@ def test_experts_over_ranks_train_to_the_single_process_numbers(family: str, str
     strategy = STRATEGIES[strategy_name]
     expected = train_alone(model, [batch] * STEPS)
     world = strategy["data"] * strategy["pipeline"]
-    for found, held in run_ranks(planned, world, model, batch, strategy):
+    program = program_forced(model, batch, strategy, gpus=world)
+    for found, held in run_ranks(trained, world, program, batch):
         assert_same_numbers(found, expected)
         for name, shape in held.items():
             if ".experts." in name and not strategy.get("zero_stage"):

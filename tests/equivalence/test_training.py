@@ -150,12 +150,9 @@ def single_process(model: nn.Module, batch: Any) -> Trained:
 
 
 def compiled(model: nn.Module, batch: Any, strategy: dict[str, Any], *, gpus: int) -> Program:
-    """The program under the strategy, its graphs of every tensor rank written."""
     program = program_forced(model, batch, strategy, gpus=gpus)
     policies = {policy for stage in program.plan.stages for policy in stage.layer_recompute}
     assert policies == {strategy.get("recompute", "none")}
-    for tensor_rank in range(strategy["tensor"]):
-        program._builder.graphs(tensor_rank)
     return program
 
 

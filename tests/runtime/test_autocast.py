@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from autoplan.runtime import Program
 from tests.support.processes import run_ranks
 from tests.support.training import LEARNING_RATE, program_forced
 
@@ -78,8 +79,7 @@ def alone(model: nn.Module, batch: dict[str, Tensor]) -> Steps:
     return steps
 
 
-def planned(rank: int, world: int, model: nn.Module, batch: dict[str, Tensor], strategy: dict[str, Any]) -> Steps:
-    program = program_forced(model, batch, strategy, gpus=world)
+def steps_of(rank: int, world: int, program: Program, batch: dict[str, Tensor]) -> Steps:
     optimizer = torch.optim.AdamW(program.parameters(), lr=LEARNING_RATE)
     steps = Steps([], [])
     for _ in range(STEPS):
@@ -111,7 +111,8 @@ def trained(strategy: dict[str, Any]) -> tuple[Steps, list[Steps]]:
     generator = torch.Generator().manual_seed(0)
     batch = {name: torch.randint(VOCABULARY, (8, LENGTH), generator=generator) for name in ("ids", "labels")}
     world = strategy["data"] * strategy["tensor"] * strategy["pipeline"] * strategy.get("context", 1)
-    return alone(model, batch), run_ranks(planned, world, model, batch, strategy)
+    program = program_forced(model, batch, strategy, gpus=world)
+    return alone(model, batch), run_ranks(steps_of, world, program, batch)
 
 
 def test_stages_cut_inside_a_region_are_equal_to_the_last_bit() -> None:

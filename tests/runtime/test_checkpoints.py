@@ -26,7 +26,7 @@ from autoplan.runtime.checkpoint_files import checkpoints_in
 from tests.support import models
 from tests.support.plans import hand_plan
 from tests.support.processes import run_ranks
-from tests.support.training import LEARNING_RATE, capture_double, program_of
+from tests.support.training import LEARNING_RATE, capture_double, program_of, written
 
 AFTER = 3  # steps after the checkpoint that are compared
 
@@ -56,7 +56,7 @@ def planned(name: str) -> Program:
     _, _, captured = gpt()
     layers = build_layers(captured)
     plan = hand_plan(layers, **PLANS[name])
-    return Program(captured, plan, layers, cluster=Cluster.parse(f"{plan.gpus}xcpu"), device="cpu")
+    return written(Program(captured, plan, layers, cluster=Cluster.parse(f"{plan.gpus}xcpu"), device="cpu"))
 
 
 def groups(program: Program) -> list[dict[str, Any]]:

@@ -24,7 +24,7 @@ from autoplan.runtime.masters import EXECUTED, keeps_masters
 from tests.support import models
 from tests.support.plans import hand_plan, with_recompute
 from tests.support.processes import run_ranks
-from tests.support.training import MAX_NORM, Trained, train_program
+from tests.support.training import MAX_NORM, Trained, train_program, written
 
 WITHIN = 2e-2  # bfloat16 has 8 bits: sums in another order differ by some 2^-9 of what is summed
 STEPS = 4
@@ -68,7 +68,7 @@ def program(name: str, precision: str = "bf16", dtype: torch.dtype = torch.bfloa
     _, _, captured = half(name, dtype)
     layers = build_layers(captured)
     plan = dataclasses.replace(with_recompute(hand_plan(layers, **degrees), "none", "full"), precision=precision)
-    return Program(captured, plan, layers, cluster=Cluster.parse(f"{plan.gpus}xcpu"), device="cpu")
+    return written(Program(captured, plan, layers, cluster=Cluster.parse(f"{plan.gpus}xcpu"), device="cpu"))
 
 
 @functools.cache

@@ -26,6 +26,7 @@ from tests.support.training import (
     program_of,
     train_alone,
     train_program,
+    written,
 )
 
 STEPS = 3
@@ -125,7 +126,7 @@ def test_a_tensor_axis_changes_no_number_and_each_gradient_counts_once_in_the_no
     _, batch, captured, expected = gpt()
     layers = build_layers(captured)
     made = hand_plan(layers, **plan)
-    program = Program(captured, made, layers, cluster=Cluster.parse(f"{made.gpus}xcpu"), device="cpu")
+    program = written(Program(captured, made, layers, cluster=Cluster.parse(f"{made.gpus}xcpu"), device="cpu"))
     for found in run_ranks(lambda rank, world: train_program(program, [batch] * STEPS), made.gpus):
         assert_same_numbers(found, expected)
 
@@ -146,7 +147,7 @@ def test_layers_recomputed_beside_layers_kept_change_no_number(plan: dict[str, A
     _, batch, captured, expected = gpt()
     layers = build_layers(captured)
     made = with_recompute(hand_plan(layers, **plan), "full", "selective", "none")
-    program = Program(captured, made, layers, cluster=Cluster.parse(f"{made.gpus}xcpu"), device="cpu")
+    program = written(Program(captured, made, layers, cluster=Cluster.parse(f"{made.gpus}xcpu"), device="cpu"))
     for found in run_ranks(lambda rank, world: train_program(program, [batch] * STEPS), made.gpus):
         assert_same_numbers(found, expected)
 

@@ -26,6 +26,7 @@ from tests.support.training import (
     capture_double,
     train_alone,
     train_program,
+    written,
 )
 
 STEPS = 2
@@ -96,7 +97,7 @@ def program(captured: Capture, layers: LayerGraph, *, recompute: str = "none", *
 )
 def test_every_number_is_the_single_process_s(name: str, strategy: str) -> None:
     captured, layers, batches, alone = _prepared(name)
-    made = program(captured, layers, **STRATEGIES[strategy])
+    made = written(program(captured, layers, **STRATEGIES[strategy]))
     for found in run_ranks(lambda *_: train_program(made, batches), made.plan.gpus):
         assert_same_numbers(found, alone)
 

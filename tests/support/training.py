@@ -72,6 +72,13 @@ def program_forced(model: nn.Module, batch: Any, strategy: dict[str, Any], *, gp
     program = autoplan.compile(model, gpus=gpus, example_inputs=batch, strategy=strategy, device="cpu")
     used = program.plan.strategy
     assert all(getattr(used, key) == value for key, value in strategy.items() if key != "recompute")
+    return written(program)
+
+
+def written(program: Program) -> Program:
+    """The same program with the graphs of every tensor rank made, once for all ranks that are forked with it."""
+    for tensor_rank in range(program.plan.strategy.tensor):
+        program._builder.graphs(tensor_rank)
     return program
 
 
