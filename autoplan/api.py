@@ -44,6 +44,7 @@ def plan(
     strategy: Mapping[str, Any] | None = None,
     device: str | None = None,
     optimizer: str = "adamw",
+    compiled: bool = False,
     time_limit_s: float | None = None,
 ) -> Plan:
     """The best plan for ``model`` on ``gpus`` under the cost models, with its reasons and its proof.
@@ -57,16 +58,16 @@ def plan(
     ``strategy`` forces some keys (data, tensor, pipeline, zero_stage, micro_batch_size, schedule, ...) or bounds them
     (``{"pipeline": "<=4", "tensor": "1|2"}``), and holds limits: ``memory_headroom``, ``max_gpus``, ``stages`` (the
     layers of each, ``"0-15,16-31"``, or the first of each) and ``inside_node`` (axes that cross no node); the rest is
-    planned. ``time_limit_s``: search no longer than that; the plan is then the best found by then, and its certificate
-    says how far from the best it may be. Raises :class:`InfeasibleError` where nothing fits, other
-    :class:`AutoplanError` for bad input.
+    planned. ``compiled``: stages run under torch.compile, and are priced so. ``time_limit_s``: search no longer than
+    that; the plan is then the best found by then, and its certificate says how far from the best it may be. Raises
+    :class:`InfeasibleError` where nothing fits, other :class:`AutoplanError` for bad input.
     """
     return _answer(
         "search",
         AskedModel(model, example_inputs, loss_fn, global_batch, seq, precision),
         gpus,
         device,
-        Wish(strategy, optimizer, time_limit_s),
+        Wish(strategy, optimizer, time_limit_s, compiled),
     )
 
 
@@ -82,6 +83,7 @@ def predict(
     strategy: Mapping[str, Any] | None = None,
     device: str | None = None,
     optimizer: str = "adamw",
+    compiled: bool = False,
 ) -> Plan:
     """Time and memory of the strategy given; what it leaves open takes the value that costs least.
 
@@ -92,7 +94,7 @@ def predict(
         AskedModel(model, example_inputs, loss_fn, global_batch, seq, precision),
         gpus,
         device,
-        Wish(strategy, optimizer),
+        Wish(strategy, optimizer, compiled=compiled),
     )
 
 
@@ -142,6 +144,8 @@ def compile(
     if plan is None:
         wish = Wish(strategy, optimizer)
         plan = _on_first_rank(world, lambda: _timed(search, problem_of(traced, cluster, wish), traced))
+    elif plan.compiled:
+        _LOG.warning("autoplan: the plan is priced for compiled stages, and this program runs them eagerly")
     _check_made_for(plan, traced, cluster, gpus)
     _checked_precision(plan.precision, traced.layers.dtype)
     if plan.gpus_used < plan.gpus:

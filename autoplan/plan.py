@@ -319,6 +319,7 @@ class ClusterSummary:
 class Plan:
     """A complete decision with its reasons. ``seconds`` is printed, never saved.
 
+    ``compiled``: stages run under torch.compile, and are priced so (False in older files).
     ``other_answers``: what the decision would be on other machines, where that was asked.
     """
 
@@ -332,6 +333,7 @@ class Plan:
     global_batch: int
     precision: str
     optimizer: str
+    compiled: bool = False
     model: ModelSummary
     cluster: ClusterSummary
     strategy: Strategy

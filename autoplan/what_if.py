@@ -63,7 +63,7 @@ def question(plan: Plan, *, model: str | None = None, gpus: Gpus = None) -> Ques
             continue
         unlike = other_model(plan, traced.layers)
         if not unlike:
-            problem = problem_of(traced, cluster, Wish(plan.forced, plan.optimizer))
+            problem = problem_of(traced, cluster, Wish(plan.forced, plan.optimizer, compiled=plan.compiled))
             return Question(traced=traced, cluster=cluster, problem=problem)
         another = another or PlanFileError(
             f"the plan was made for {plan.model.name}, and {named} is another model: {unlike}",
@@ -115,7 +115,7 @@ def _answers(plan: Plan, asked: Question) -> Iterator[OtherAnswer]:
         return dataclasses.replace(asked.problem, cluster=_with_memory(cluster, value / memory))
 
     def with_links(intra: float, inter: float) -> Problem:
-        wish = Wish(plan.forced, plan.optimizer)
+        wish = Wish(plan.forced, plan.optimizer, compiled=plan.compiled)
         return problem_of(traced, _with_links(cluster, intra, inter), wish)
 
     short = [memory + a.short_by_bytes for a in plan.alternatives if a.step_time_s is None]

@@ -12,12 +12,13 @@ from autoplan.cluster import Device
 from autoplan.cost_models.arrays import some
 from autoplan.cost_models.compute import operator_time
 from autoplan.cost_models.gemm import gemm_time_s
+from autoplan.cost_models.software import EAGER, Software
 
 if TYPE_CHECKING:
     from autoplan.layers.types import LayerKind, Operator
 
 
-def weight_gradient_s(kind: LayerKind, device: Device, *, micro_batch: int) -> float:
+def weight_gradient_s(kind: LayerKind, device: Device, *, micro_batch: int, software: Software = EAGER) -> float:
     """Seconds of one micro-batch's backward of a layer that weights' gradients take, at most those of its backward."""
     found = 0.0
     for op in kind.operators:
@@ -28,7 +29,7 @@ def weight_gradient_s(kind: LayerKind, device: Device, *, micro_batch: int) -> f
                 for product in ("input", "weight")
             }
             share = seconds["weight"] / sum(seconds.values())
-            found = found + share * operator_time(op, device, micro_batch=micro_batch).backward_s
+            found = found + share * operator_time(op, device, micro_batch=micro_batch, software=software).backward_s
     return found
 
 

@@ -60,6 +60,7 @@ StrategyText = Annotated[
         help="Force parts of the answer, or bound them: data=4,tensor=1|2,pipeline<=4.",
     ),
 ]
+Compiled = Annotated[bool, typer.Option("--compiled", help="Price stages that run under torch.compile.")]
 Headroom = Annotated[
     str | None, typer.Option("--headroom", metavar="SHARE", help="Memory to keep free on every GPU, such as 10%.")
 ]

@@ -16,6 +16,7 @@ def plan(
     seq: options.Sequence = None,
     precision: options.Precision = None,
     optimizer: options.Optimizer = "adamw",
+    compiled: options.Compiled = False,
     strategy: options.StrategyText = None,
     headroom: options.Headroom = None,
     max_gpus: options.MaxGpus = None,
@@ -65,6 +66,7 @@ def plan(
             seq=seq,
             precision=precision,
             optimizer=optimizer,
+            compiled=compiled,
             strategy=forced or None,
             time_limit_s=time_limit,
         )

@@ -29,6 +29,7 @@ def predict(
     seq: options.Sequence = None,
     precision: options.Precision = None,
     optimizer: options.Optimizer = "adamw",
+    compiled: options.Compiled = False,
     output: options.Output = None,
     json: options.Json = False,
 ) -> None:
@@ -61,6 +62,7 @@ def predict(
             seq=seq,
             precision=precision,
             optimizer=optimizer,
+            compiled=compiled,
             strategy=wanted,
         )
 

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 from autoplan.cluster import Device
 from autoplan.cost_models.compute import operator_time
+from autoplan.cost_models.software import mode
 from autoplan.errors import PlanFileError
 from autoplan.explain.text import count, heading, paragraph, percent, seconds, shorten, size
 from autoplan.layers.types import LayerGraph, LayerKind, Operator
@@ -114,7 +115,7 @@ def _find(layers: LayerGraph, name: str) -> int:
 def _row(plan: Plan, operator: Operator, device: Device) -> Row:
     samples = plan.strategy.micro_batch_size
     scale = samples if operator.batched else 1
-    time = operator_time(operator, device, micro_batch=samples)
+    time = operator_time(operator, device, micro_batch=samples, software=mode(compiled=plan.compiled))
     moved = (operator.read_bytes + operator.written_bytes) * scale + operator.parameter_bytes
     flops = operator.flops * scale
     computes_s = flops / device.flops(operator.dtype)

@@ -81,6 +81,7 @@ def _across(searched: Searched, found: MixedFound) -> tuple[Plan, list[int]]:
         global_batch=problem.global_batch,
         precision=problem.precision,
         optimizer=problem.optimizer,
+        compiled=problem.compiled,
         model=model_summary(problem),
         cluster=_summary(problem.cluster, []),
         strategy=chosen.strategy,

@@ -154,6 +154,7 @@ def _plan(engine: Engine, found: Found, evaluation: Evaluation) -> Plan:
         global_batch=problem.global_batch,
         precision=problem.precision,
         optimizer=problem.optimizer,
+        compiled=problem.compiled,
         model=model_summary(problem),
         cluster=_cluster(problem),
         strategy=strategy,

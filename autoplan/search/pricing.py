@@ -21,6 +21,7 @@ from autoplan.cluster import Cluster, Device
 from autoplan.cost_models import communication, compute, memory
 from autoplan.cost_models.memory import Recipe, layer_saved_bytes, stage_memory
 from autoplan.cost_models.piecewise import at_values as at_values
+from autoplan.cost_models.software import EAGER, Software
 from autoplan.cost_models.weight_gradients import is_put_off, weight_gradient_s
 from autoplan.layers.types import LayerKind, Operator, Parameter
 from autoplan.plan import Strategy
@@ -102,6 +103,7 @@ class Kinds:
     kinds: tuple[LayerKind, ...]
     cluster: Cluster
     tensor: int
+    software: Software = EAGER
 
     def kept(self, micro_batch: int) -> Kept:
         """Bytes of a micro-batch of so many samples."""
@@ -116,14 +118,18 @@ class Kinds:
     def seconds(self, micro_batch: int) -> Seconds:
         """Seconds of a micro-batch of so many samples."""
         forward, backward, selective = (np.zeros(len(self.kinds)) for _ in range(3))
-        device = self.cluster.device
+        device, software = self.cluster.device, self.software
         for positions, kind in self._stacks:
-            operators = compute.layer_time(kind, device, micro_batch=micro_batch)
+            operators = compute.layer_time(kind, device, micro_batch=micro_batch, software=software)
             forward[positions], backward[positions] = operators.forward_s, operators.backward_s
-            selective[positions] = compute.recompute_s(kind, device, micro_batch=micro_batch, policy="selective")
+            selective[positions] = compute.recompute_s(
+                kind, device, micro_batch=micro_batch, policy="selective", software=software
+            )
         which, different = self._collectives
         collectives = [
-            communication.tensor_time(kind, self.cluster, degree=self.tensor, micro_batch=micro_batch)
+            communication.tensor_time(
+                kind, self.cluster, degree=self.tensor, micro_batch=micro_batch, software=software
+            )
             for kind in different
         ]
         tensor_forward = np.array([time.forward_s for time in collectives])[which]
@@ -140,7 +146,9 @@ class Kinds:
         """[K] seconds of a micro-batch's backward that weights' gradients take."""
         found = np.zeros(len(self.kinds))
         for positions, kind in self._stacks:
-            found[positions] = weight_gradient_s(kind, self.cluster.device, micro_batch=micro_batch)
+            found[positions] = weight_gradient_s(
+                kind, self.cluster.device, micro_batch=micro_batch, software=self.software
+            )
         return found
 
     @cached_property

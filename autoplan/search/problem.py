@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from autoplan.cluster import Cluster
+from autoplan.cost_models.software import Software, mode
 from autoplan.errors import StrategyError
 from autoplan.layers.types import Edge, LayerGraph, LayerKind
 from autoplan.schedules import SCHEDULES
@@ -35,7 +36,10 @@ class Problem:
     ``sequence_kinds(degree)``: like ``tensor_kinds`` under sequence parallelism, where layers hand each other shares of
     the sequence; it raises :class:`StrategyError` where no share can be made, and says why. ``sequence_edges(degree)``:
     ``layers.edges`` then, with the bytes that one rank sends. None where sequence parallelism is not offered.
-    ``expert``: ranks that the kinds' experts are spread over (:mod:`autoplan.search.expert`).
+    ``expert``: ranks that the kinds' experts are spread over (:mod:`autoplan.search.expert`). ``compiled``: the stages
+    run under torch.compile, so their operators cost what :data:`autoplan.cost_models.software.COMPILED` says; how the
+    tensor axis splits them is chosen at eager prices, as the runtime chooses it again, for compiling changes neither
+    the products nor the collectives that this choice weighs.
     """
 
     layers: LayerGraph
@@ -61,6 +65,12 @@ class Problem:
     sequence_kinds: Callable[[int], tuple[LayerKind, ...]] | None = None
     sequence_edges: Callable[[int], tuple[Edge, ...]] | None = None
     expert: int = 1
+    compiled: bool = False
+
+    @property
+    def software(self) -> Software:
+        """What the stages' operators are priced with."""
+        return mode(compiled=self.compiled)
 
     @property
     def usable_bytes(self) -> float:

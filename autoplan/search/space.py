@@ -148,7 +148,9 @@ class Space:
         key = (tensor, sequence)
         if key not in self._priced:
             kinds = self.kinds(tensor, sequence=sequence)
-            self._priced[key] = Kinds(kinds=kinds, cluster=self.problem.cluster, tensor=tensor)
+            self._priced[key] = Kinds(
+                kinds=kinds, cluster=self.problem.cluster, tensor=tensor, software=self.problem.software
+            )
         return self._priced[key]
 
     def totals(self, strategy: Strategy) -> tuple[int, int]:

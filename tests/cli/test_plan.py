@@ -102,6 +102,19 @@ def test_forced_keys_are_obeyed_and_the_rest_is_planned(invoke: Invoke, tiny: st
         assert found["forced"] == {"tensor": 2, "pipeline": 2}
 
 
+def test_compiled_stages_are_priced_told_and_asked_again(invoke: Invoke, tiny: str, tmp_path: Path) -> None:
+    found = {}
+    for command, options in (("predict", ()), ("plan", ("--compiled",))):
+        file = str(tmp_path / command)
+        asked = ("--gpus", "4xA100-80GB", "--global-batch", "16", "--strategy", "data=4", "-o", file)
+        assert invoke(command, tiny, *asked, *options).exit_code == 0
+        rows = json.loads(invoke("explain", file, "--operators", "--model", tiny, "--json").stdout)["operators"]
+        plan = Plan.load(file)
+        found[plan.compiled] = plan.predicted.step_time_s, sum(row["forward_s"] + row["backward_s"] for row in rows)
+    assert found[True][0] < found[False][0]
+    assert found[True][1] < found[False][1]
+
+
 def test_a_plan_is_written_shown_and_explained(invoke: Invoke, tiny: str, tmp_path: Path) -> None:
     file = str(tmp_path / "plan.json")
     planned = invoke("plan", tiny, "--gpus", "2xA100-80GB", "--global-batch", "16", "-o", file)

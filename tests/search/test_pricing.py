@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from autoplan.cluster import Cluster
 from autoplan.cost_models import communication, compute
 from autoplan.cost_models.memory import RECOMPUTE, layer_saved_bytes
+from autoplan.cost_models.software import COMPILED
 from autoplan.layers.types import Attention, Collective, Gemm, LayerKind, Operator, Parameter
 from autoplan.search.pricing import Kinds
 
@@ -113,3 +114,16 @@ def test_at_once_and_one_by_one(kinds: tuple[LayerKind, ...], micro_batch: int, 
             bytes_ = layer_saved_bytes(kind, policy=policy, samples=micro_batch)
             np.testing.assert_allclose(kept.saved_bytes[policy][position], bytes_, rtol=1e-12)
         assert kept.elements[position] == kind.parameter_elements
+
+
+@settings(max_examples=40, deadline=None)
+@given(kinds, st.integers(1, 5), st.sampled_from(["8xH100", "8xA100-40GB", "4xcpu"]))
+def test_compiled_is_never_slower(kinds: tuple[LayerKind, ...], micro_batch: int, spec: str) -> None:
+    eager = Kinds(kinds=kinds, cluster=Cluster.parse(spec), tensor=2)
+    compiled = dataclasses.replace(eager, software=COMPILED)
+    slow, fast = eager.seconds(micro_batch), compiled.seconds(micro_batch)
+    assert (fast.period_s <= slow.period_s).all()
+    for policy in RECOMPUTE:
+        assert (fast.extra_s[policy] <= slow.extra_s[policy]).all()
+    put_off = compiled.weight_gradients_s(micro_batch)
+    assert (put_off <= np.minimum(fast.backward_s, eager.weight_gradients_s(micro_batch)) * (1 + 1e-12)).all()
