@@ -1,8 +1,9 @@
 # `make demo` and `make test` set everything up on first use; later runs start at once.
-# PYTHON=python3.12 chooses the interpreter (3.11 or newer).
+# PYTHON=python3.12 chooses the interpreter (3.11 or newer); SHARD=tests/zoo runs only those of the wide matrices.
 
 PYTHON ?= python3
 VENV   := .venv
+SHARD  ?=
 BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready
 BRIDGES := $(VENV)-bridges
@@ -29,7 +30,7 @@ test: $(READY)
 	@$(PYTEST)
 
 wide: $(READY)
-	@$(PYTEST) -m wide
+	@$(PYTEST) -m wide $(SHARD)
 
 # Other tools bring a gigabyte and their own dependencies: they stay out of the environment of everything else.
 bridges: $(BRIDGES)/.ready
