@@ -166,6 +166,7 @@ def _strategy(plan: Plan) -> Iterator[Problem]:
     named = [("strategy", plan.strategy)]
     named += [(f"alternatives.{i}.strategy", other.strategy) for i, other in enumerate(plan.alternatives)]
     named += [(f"other_answers.{i}.strategy", o.strategy) for i, o in enumerate(plan.other_answers) if o.strategy]
+    named += [(f"crossings.{i}.strategy", c.strategy) for i, c in enumerate(plan.crossings) if c.strategy]
     for where, strategy in named:
         for name in _DEGREES:
             if getattr(strategy, name) < 1:

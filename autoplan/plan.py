@@ -248,6 +248,24 @@ class OtherAnswer:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Crossing:
+    """Where another family's plan would win: with ``quantity`` (``intra_bytes_per_s`` or ``inter_bytes_per_s``) at
+    ``factor`` times what it is, ``value``, ``strategy`` takes ``step_time_s`` and the plan longer.
+
+    Both keep their stages; a search there may find better ones, and so a plan that wins sooner. Without a strategy:
+    none does at ``factor`` times, nor at 1 / ``factor``.
+    """
+
+    __pydantic_config__: ClassVar[ConfigDict] = _STRICT
+
+    quantity: str
+    value: float
+    factor: float
+    strategy: Strategy | None
+    step_time_s: float | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ModelSummary:
     """The model a plan was made for. ``fingerprint`` is a hash of its graph: operators, shapes, dtypes, edges.
 
@@ -320,7 +338,8 @@ class Plan:
     """A complete decision with its reasons. ``seconds`` is printed, never saved.
 
     ``compiled``: stages run under torch.compile, and are priced so (False in older files).
-    ``other_answers``: what the decision would be on other machines, where that was asked.
+    ``crossings``: at which speed of links a plan that lost would win, of what was found on the way (() in older files,
+    and where keys were forced). ``other_answers``: what the decision would be on other machines, where that was asked.
     """
 
     __pydantic_config__: ClassVar[ConfigDict] = _STRICT
@@ -345,6 +364,7 @@ class Plan:
     axes: tuple[Axis, ...]
     alternatives: tuple[Alternative, ...]
     assumptions: tuple[str, ...]
+    crossings: tuple[Crossing, ...] = ()
     other_answers: tuple[OtherAnswer, ...] = ()
     seconds: dict[str, float] = field(default_factory=dict, compare=False)
 

@@ -22,6 +22,10 @@ class Link:
     latency_s: float
     peers: int = 0
 
+    def times(self, factor: float) -> Link:
+        """A link that passes on ``factor`` times as many bytes a second."""
+        return dataclasses.replace(self, bytes_per_s=self.bytes_per_s * factor)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Device:
@@ -89,6 +93,16 @@ class Cluster:
         first, second = sorted((one, other))
         count = len(self.groups)
         return self.between[first * count - first * (first + 1) // 2 + second - first - 1]
+
+    def with_links(self, *, intra: float = 1.0, inter: float = 1.0) -> Cluster:
+        """The same machines with links inside a node and between nodes that are so many times as fast."""
+        return dataclasses.replace(
+            self,
+            intra=self.intra.times(intra),
+            inter=self.inter.times(inter),
+            between=tuple(link.times(inter) for link in self.between),
+            groups=tuple(group.with_links(intra=intra, inter=inter) for group in self.groups),
+        )
 
     @classmethod
     def parse(cls, spec: str | int | Path | Cluster) -> Cluster:

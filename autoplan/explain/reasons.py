@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from autoplan.explain.text import count, heading, paragraph, percent, seconds, size
-from autoplan.plan import Alternative, OtherAnswer, Plan
+from autoplan.plan import Alternative, Crossing, OtherAnswer, Plan
 
 # How the best candidate's split was proven, by the certificate's ``solver``.
 _AS_FAST = 0.02  # of the step: nearer than that, less parallelism wins
@@ -60,7 +60,7 @@ def _outcome(other: Alternative) -> str:
 
 
 def other_answers(plan: Plan) -> list[str]:
-    """What the decision would be on other machines, where that was asked; else what more memory would let fit."""
+    """What the decision would be on other machines, where that was asked; else what the search found on its way."""
     lines = [heading("What would change the decision")]
     for text in changes(plan):
         lines += paragraph(f"- {text}", hanging="  ")
@@ -72,7 +72,7 @@ def other_answers(plan: Plan) -> list[str]:
 def changes(plan: Plan) -> list[str]:
     """The same as sentences."""
     said = [f"with {other.condition}: {_other_answer(plan, other)}" for other in plan.other_answers]
-    return said or _would_fit(plan)
+    return said or [*_would_fit(plan), _spare(plan), *(_crossing(crossing) for crossing in plan.crossings)]
 
 
 def _would_fit(plan: Plan) -> list[str]:
@@ -82,6 +82,23 @@ def _would_fit(plan: Plan) -> list[str]:
         if other.step_time_s is None and len(other.strategy.axes) < len(plan.strategy.axes):
             fits[size(other.short_by_bytes)] = other.strategy.describe()
     return [f"with {more} more on each GPU {what} would fit" for more, what in fits.items()]
+
+
+def _spare(plan: Plan) -> str:
+    """How much less memory the plan itself would do with."""
+    least = min(plan.cluster.memory_of(stage) - stage.peak_memory_bytes for stage in plan.stages)
+    return f"with more than {size(max(0.0, least))} less on each GPU the plan would not fit as it is"
+
+
+def _crossing(crossing: Crossing) -> str:
+    where = "between nodes" if crossing.quantity == "inter_bytes_per_s" else "inside a node"
+    if crossing.strategy is None or crossing.step_time_s is None:
+        times = f"{crossing.factor:g}"
+        return f"with links {where} {times} times as fast, or 1/{times} as fast: none of the above beats it"
+    return (
+        f"with about {crossing.value / 1e9:.3g} GB/s a GPU {where} ({crossing.factor:.2g} times what it is): "
+        f"{crossing.strategy.describe()}, {seconds(crossing.step_time_s)} a step"
+    )
 
 
 def _other_answer(plan: Plan, other: OtherAnswer) -> str:

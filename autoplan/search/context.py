@@ -168,6 +168,7 @@ def restored(problem: Problem, plan: Plan, degree: int) -> Plan:
         case=_case(problem, plan, strategy),
         axes=tuple(rows),
         alternatives=(),
+        crossings=(),
         assumptions=(
             "context parallelism: its transfers of keys and values show under tensor communication, its gradients are "
             "summed with the data axis's",

@@ -33,11 +33,13 @@ FAMILIES: tuple[tuple[str, tuple[str, ...], bool | None], ...] = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FamilyBest:
-    """The best of a family (``evaluation``), or how the nearest of it does not fit (``shortfall``)."""
+    """The best of a family (``evaluation``, with its layers in ``order``), or how the nearest of it does not fit
+    (``shortfall``)."""
 
     family: str
     evaluation: Evaluation | None
     shortfall: Shortfall | None
+    order: tuple[int, ...] = ()
 
 
 def family_of(strategy: Strategy) -> str:
@@ -76,7 +78,7 @@ def best_where(engine: Engine, name: str, chosen: np.ndarray) -> FamilyBest | No
         return FamilyBest(family=name, evaluation=None, shortfall=nearest(engine, chosen))
     space = engine.space.ordered(decision.order)
     evaluation = evaluate_decision(space, decision.strategy, decision.cuts, step_s=brief_step_s)
-    return FamilyBest(family=name, evaluation=evaluation, shortfall=None)
+    return FamilyBest(family=name, evaluation=evaluation, shortfall=None, order=decision.order)
 
 
 def _fastest(engine: Engine, chosen: np.ndarray) -> Decision | None:

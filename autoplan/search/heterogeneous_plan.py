@@ -66,7 +66,7 @@ def _alone(searched: Searched, chosen: Alone, planned: Planned) -> tuple[Plan, l
         first = index % pipeline * width
         devices.append(" + ".join(clusters[g].name for g in dict.fromkeys(ranks[first : first + width])))
     stages = tuple(dataclasses.replace(s, device=d) for s, d in zip(plan.stages, devices, strict=True))
-    return dataclasses.replace(plan, stages=stages), ranks
+    return dataclasses.replace(plan, stages=stages, crossings=()), ranks
 
 
 def _across(searched: Searched, found: MixedFound) -> tuple[Plan, list[int]]:

@@ -10,15 +10,16 @@ from autoplan.cluster import under_its_own_spec
 from autoplan.cost_models.precision import dtype_bytes
 from autoplan.cost_models.timeline import host_load_bytes
 from autoplan.errors import InfeasibleError, StrategyError
-from autoplan.plan import Certificate, ClusterSummary, Plan, Strategy
+from autoplan.plan import Certificate, ClusterSummary, Crossing, Plan, Strategy
 from autoplan.search.axes import axes
 from autoplan.search.cases import case
 from autoplan.search.constraints import asked, freed
 from autoplan.search.context import context_degree, restored, sliced
+from autoplan.search.crossings import Priced, crossings
 from autoplan.search.engine import TOLERANCE, Engine, Found
 from autoplan.search.evaluate import Evaluation, evaluate_decision, plan_stages, predicted
 from autoplan.search.expert import expert_degree, experts_apart, respread, spread
-from autoplan.search.families import alternatives, best_of_families, family_of
+from autoplan.search.families import FamilyBest, alternatives, best_of_families, family_of
 from autoplan.search.heterogeneous_plan import plan_of_groups
 from autoplan.search.infeasible import infeasible
 from autoplan.search.milp import default_solver
@@ -166,7 +167,19 @@ def _plan(engine: Engine, found: Found, evaluation: Evaluation) -> Plan:
         axes=axes(space, evaluation),
         alternatives=alternatives(families, evaluation, forced=bool(problem.forced)),
         assumptions=assumptions(problem, strategy),
+        crossings=_crossings(engine, found, evaluation, families),
     )
+
+
+def _crossings(
+    engine: Engine, found: Found, evaluation: Evaluation, families: tuple[FamilyBest, ...]
+) -> tuple[Crossing, ...]:
+    """None where keys were forced: what would win then is what was asked not to."""
+    if engine.space.problem.forced or engine.space.problem.expert > 1:
+        return ()
+    chosen = Priced(space=engine.space.ordered(found.chosen.order), evaluation=evaluation)
+    others = [Priced(space=engine.space.ordered(f.order), evaluation=f.evaluation) for f in families if f.evaluation]
+    return crossings(chosen, others)
 
 
 def _host_bytes(problem: Problem, strategy: Strategy) -> float:

@@ -1,0 +1,159 @@
+"""Where the decision stands to links: at which speed of one kind of them another family's plan would win.
+
+The plan and the best of each family that lost keep their stages and what they compute; only what they transfer is
+priced again, which takes a fraction of a millisecond each. A search cuts stages anew at every speed, so that the
+decision changes near what is found here, and mostly before it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+
+from autoplan.cluster import Cluster
+from autoplan.cost_models import communication
+from autoplan.cost_models.compute import OperatorTime
+from autoplan.cost_models.data_parallel import DataParallelTime
+from autoplan.layers.types import LayerKind
+from autoplan.plan import Crossing, Strategy
+from autoplan.search import listed
+from autoplan.search.choice import SHARDING_TOLERANCE
+from autoplan.search.engine import TOLERANCE
+from autoplan.search.evaluate import Evaluation, StageCosts
+from autoplan.search.space import Space
+
+# Times as fast, or as slow, that are tried; steps of the bisection to the nearest, on a scale of ratios.
+FURTHEST, HALVINGS = 8.0, 5
+
+Scaled = Callable[[Cluster, float], Cluster]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Priced:
+    """A decision, and the space in whose order its layers are."""
+
+    space: Space
+    evaluation: Evaluation
+
+
+def crossings(chosen: Priced, others: Sequence[Priced]) -> tuple[Crossing, ...]:
+    """For links between nodes and inside a node, faster and slower, the nearest speed at which one of ``others`` would
+    win; one entry without a strategy for links that change nothing from an eighth to eight times their speed. () where
+    nothing is transferred, or links are not what limits it (processes of one machine's CPU)."""
+    cluster = chosen.space.problem.cluster
+    if cluster.device.is_cpu or not others or cluster.gpus == 1:
+        return ()
+    kinds: list[tuple[str, float, Scaled]] = []
+    if cluster.nodes > 1:
+        kinds.append(("inter_bytes_per_s", cluster.inter.bytes_per_s, lambda c, f: c.with_links(inter=f)))
+    if cluster.gpus_per_node > 1:
+        kinds.append(("intra_bytes_per_s", cluster.intra.bytes_per_s, lambda c, f: c.with_links(intra=f)))
+    return tuple(found for kind in kinds for found in _of_kind(chosen, others, *kind))
+
+
+def _of_kind(chosen: Priced, others: Sequence[Priced], quantity: str, now: float, scaled: Scaled) -> Iterator[Crossing]:
+    found = [
+        nearest for furthest in (FURTHEST, 1 / FURTHEST) if (nearest := _nearest(chosen, others, furthest, scaled))
+    ]
+    for factor, winner, step_s in found:
+        strategy = winner.evaluation.strategy
+        yield Crossing(quantity=quantity, value=now * factor, factor=factor, strategy=strategy, step_time_s=step_s)
+    if not found:
+        yield Crossing(quantity=quantity, value=now * FURTHEST, factor=FURTHEST, strategy=None, step_time_s=None)
+
+
+def _nearest(
+    chosen: Priced, others: Sequence[Priced], furthest: float, scaled: Scaled
+) -> tuple[float, Priced, float] | None:
+    """The factor nearest to 1, of those that bisection tries, at which one of ``others`` wins; that one; its step."""
+    cluster = chosen.space.problem.cluster
+
+    def winners(among: Sequence[Priced], factor: float) -> list[tuple[float, Priced]]:
+        there = scaled(cluster, factor)
+        own_s = step_s(chosen, there)
+        timed = [(step_s(other, there), other) for other in among]
+        return [(s, other) for s, other in timed if s * (1 + _margin(chosen, other)) < own_s]
+
+    won = winners(others, furthest)
+    if not won:
+        return None
+    near, far = 0.0, math.log(furthest)
+    for _ in range(HALVINGS):
+        middle = (near + far) / 2
+        if sooner := winners([other for _, other in won], math.exp(middle)):
+            far, won = middle, sooner
+        else:
+            near = middle
+    least_s, winner = min(won, key=lambda pair: pair[0])
+    return math.exp(far), winner, least_s
+
+
+def _margin(chosen: Priced, other: Priced) -> float:
+    """By how much ``other`` must be faster for the search to leave ``chosen``, whichever is less parallel."""
+    one, strategy = chosen.evaluation.strategy, other.evaluation.strategy
+    sharded = strategy.zero_stage and not one.zero_stage and one.data > 1
+    return SHARDING_TOLERANCE if sharded else TOLERANCE
+
+
+def step_s(priced: Priced, cluster: Cluster) -> float:
+    """The step on ``cluster``, whose links alone differ: what it takes on the decision's own, and by how much what the
+    search minimises changes."""
+    evaluation, strategy = priced.evaluation, priced.evaluation.strategy
+    if evaluation.times is None:
+        raise ValueError(f"{strategy.describe()}: its stages were not timed")
+    cuts = (*(stage.first for stage in evaluation.stages), evaluation.stages[-1].end)
+    tables = dataclasses.replace(priced.space.tables(strategy), cluster=cluster).of_split(cuts)
+    waits = _Waits(strategy=strategy, here=priced.space.problem.cluster, there=cluster)
+    shared: dict[int, DataParallelTime] = {}  # stages that are alike are one row
+    forward, backward, tails = [], [], []
+    for stage, row in zip(evaluation.stages, tables.row_of_span.tolist(), strict=True):
+        if row not in shared:
+            elements, trainable = float(tables.elements[row]), float(tables.trainable[row])
+            shared[row] = tables.data_axis(
+                elements, trainable, stage.end - stage.first, backward_s=stage.compute_backward_s
+            )
+        data, (ahead_s, back_s) = shared[row], waits.more_s(stage)
+        forward.append(stage.forward_s - stage.data.forward_s + data.forward_s + ahead_s)
+        backward.append(stage.backward_s - stage.data.backward_s + data.backward_s + back_s)
+        tails.append(data.step_s + tables.tied_apart_s(stage.first, stage.end) + stage.optimizer_s)
+    timed = dataclasses.replace(
+        evaluation.times,
+        forward_s=tuple(forward),
+        backward_s=tuple(backward),
+        tail_s=tuple(tails),
+        send_s=listed.sends_s(tables, cuts) if listed.is_listed(strategy) else tables.receives_s(),
+        sent_s=tables.sent_s() if evaluation.times.sent_s else (),
+    )
+    return evaluation.step_s + timed.objective_s - evaluation.times.objective_s
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Waits:
+    """How much longer layers wait for collectives of the tensor axis ``there`` than ``here``, each kind asked once."""
+
+    strategy: Strategy
+    here: Cluster
+    there: Cluster
+    _of: dict[int, OperatorTime] = field(default_factory=dict)
+
+    def more_s(self, stage: StageCosts) -> tuple[float, float]:
+        """In a micro-batch's forward and backward of ``stage``; what is computed again waits again."""
+        if self.strategy.tensor == 1:
+            return 0.0, 0.0
+        each = [self._more(kind) for kind in stage.kinds]
+        again_s = sum(more.forward_s for more, policy in zip(each, stage.policies, strict=True) if policy == "full")
+        return sum(more.forward_s for more in each), sum(more.backward_s for more in each) + again_s
+
+    def _more(self, kind: LayerKind) -> OperatorTime:
+        if id(kind) not in self._of:
+            degree, samples = self.strategy.tensor, self.strategy.micro_batch_size
+            here, there = (
+                communication.tensor_time(kind, cluster, degree=degree, micro_batch=samples)
+                for cluster in (self.here, self.there)
+            )
+            self._of[id(kind)] = OperatorTime(
+                forward_s=there.forward_s - here.forward_s, backward_s=there.backward_s - here.backward_s
+            )
+        return self._of[id(kind)]
