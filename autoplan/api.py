@@ -110,6 +110,7 @@ def compile(
     strategy: Mapping[str, Any] | None = None,
     device: str | None = None,
     optimizer: str = "adamw",
+    compiled: bool = False,
     plan: Plan | None = None,
 ) -> Program:
     """Trace, plan, rewrite: the program that trains ``model`` on ``gpus`` to the same numbers.
@@ -118,7 +119,8 @@ def compile(
     Under ``torchrun``, or in an initialised process group, every rank calls this with the same model and gets its
     part. With ``plan`` that plan is executed instead of a new one. ``precision`` must be the dtype that the model's
     parameters have (convert the model first): 16-bit ones get float32 master weights, which the optimizer updates, as
-    the plan prices them; ``"bf16-pure"`` and ``"fp16-pure"`` do without.
+    the plan prices them; ``"bf16-pure"`` and ``"fp16-pure"`` do without. With ``compiled``, or a plan that was made so,
+    every stage runs under torch.compile: the same numbers up to rounding, after a first step that compiles.
     """
     from autoplan.runtime import Program, ensure_process_group
     from autoplan.search import search
@@ -142,10 +144,14 @@ def compile(
     traced = AskedModel(model, example_inputs, loss_fn, global_batch, seq, None).trace_whole(cluster)
     traced = dataclasses.replace(traced, precision=_checked_precision(precision, traced.layers.dtype))
     if plan is None:
-        wish = Wish(strategy, optimizer)
+        wish = Wish(strategy, optimizer, compiled=compiled)
         plan = _on_first_rank(world, lambda: _timed(search, problem_of(traced, cluster, wish), traced))
-    elif plan.compiled:
-        _LOG.warning("autoplan: the plan is priced for compiled stages, and this program runs them eagerly")
+    elif compiled and not plan.compiled:
+        raise StrategyError(
+            "compiled stages were asked for, and the plan is of eager ones",
+            where="compile(plan=, compiled=True)",
+            attempt="plan again with compiled=True",
+        )
     _check_made_for(plan, traced, cluster, gpus)
     _checked_precision(plan.precision, traced.layers.dtype)
     if plan.gpus_used < plan.gpus:

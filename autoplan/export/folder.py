@@ -125,7 +125,7 @@ class Emission:
         gradients = _without(_template(_GRADIENTS[zero]), ["LAST" if zero == 2 else "EVERY"])
         files = {"model.py": self.model(), "gradients.py": gradients}
         files["program.py"] = self._program()
-        files["train.py"] = _template("train.py")
+        files["train.py"] = _without(_template("train.py"), ["EAGER" if self._plan.compiled else "COMPILED"])
         if called := self._called():
             files["collectives.py"] = extract(self._slicing(_template("collectives.py")), called)
         used = set[str]().union(*map(reads, files.values()))

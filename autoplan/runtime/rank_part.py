@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -14,7 +15,9 @@ from torch.fx import GraphModule
 from autoplan import schedules
 from autoplan.capture import Capture, gather_inputs
 from autoplan.errors import StrategyError
+from autoplan.passes.compile_pieces import compile_pieces
 from autoplan.passes.evaluation import evaluation
+from autoplan.passes.split_stages import StageGraph
 from autoplan.plan import Plan
 from autoplan.runtime.batch import (
     batch_rows,
@@ -54,7 +57,7 @@ class RankPart:
 
     def __init__(self, capture: Capture, plan: Plan, builder: Builder, device: torch.device) -> None:
         self._capture, self._strategy, self._device = capture, plan.strategy, device
-        self._masters = keeps_masters(plan.precision)
+        self._masters, self._compiled = keeps_masters(plan.precision), plan.compiled
         ownership = builder.ownership()
         stages = builder.graphs(0).stages
         self.mesh = Mesh(
@@ -69,6 +72,7 @@ class RankPart:
         self._randomness = Randomness(self.mesh, stages)
         self.sync: GradientSync | None = None
         self.interpreter: RankInterpreter | None = None
+        self._stages: list[StageGraph] = []
         self._evaluator: RankInterpreter | None = None  # made by the first evaluation
         self._weights: GraphModule | None = None
         self._placements: dict[str, Placement] = {}
@@ -115,7 +119,8 @@ class RankPart:
             mesh.at.pipeline, stages=len(graphs.stages), virtual_stages=strategy.virtual_stages
         )
         stages = [install(graphs.stages[index], self._ownership, self.sync.read, device) for index in own]
-        chunks = [Chunk(stage=stage, adds=self._adds(graphs, stage.index)) for stage in stages]
+        self._stages = stages
+        chunks = [Chunk(stage=self._to_run(stage), adds=self._adds(graphs, stage.index)) for stage in stages]
         self.sync.later = frozenset(name for chunk in chunks for name in chunk.adds.get("W", ()))
         values = [value for s in graphs.stages for value in s.sends]
         self.interpreter = RankInterpreter(
@@ -135,6 +140,10 @@ class RankPart:
         if graphs.weights is not None and self._totals:
             self._weights = on_device(graphs.weights, device).to(device)
         return {name: stage.graph_module.get_buffer(name) for stage in stages for name in stage.buffers}
+
+    def _to_run(self, stage: StageGraph) -> StageGraph:
+        """The stage as its steps run it: compiled, where the plan was made so."""
+        return dataclasses.replace(stage, graph_module=compile_pieces(stage.graph_module)) if self._compiled else stage
 
     def _adds(self, graphs: RankGraphs, stage: int) -> dict[str, frozenset[str]]:
         """To which parameters each kind of backward action of a stage adds gradients, by the user's names."""
@@ -158,7 +167,7 @@ class RankPart:
         micro_batches = self._to_evaluate(batch)
         if self.interpreter is not None and self.sync is not None and self.mesh.at is not None:
             if self._evaluator is None:
-                stages = [evaluation(chunk.stage) for chunk in self.interpreter.chunks.values()]
+                stages = [evaluation(stage) for stage in self._stages]
                 around = self.sync.around_forward
                 self._evaluator = self.interpreter.of_forwards(stages, lambda stage, micro_batch: around())
             strategy = self._strategy

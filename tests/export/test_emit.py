@@ -257,6 +257,15 @@ WHOLE_PLAN = {"data": 2, "tensor": 2, "pipeline": 2, "zero_stage": 1, "sequence_
 WHOLE_PLAN |= {"schedule": "interleaved", "virtual_stages": 2, "micro_batch_size": 1}
 
 
+def test_stages_of_a_compiled_plan_are_compiled_unless_asked_not_to(tmp_path: Path) -> None:
+    for compiled in (False, True):
+        model, batch = MODELS["gpt2"]()
+        program = autoplan.compile(model, gpus=1, example_inputs=batch, device="cpu", compiled=compiled)
+        written = (program.emit(tmp_path / str(compiled)) / "train.py").read_text()
+        assert written.count("--compile") == 1
+        assert ('default="inductor"' in written) is compiled
+
+
 def test_a_program_of_every_axis_is_under_800_lines(tmp_path: Path) -> None:
     assert lines_of(emitted(tmp_path, 8, WHOLE_PLAN)) < 800
 

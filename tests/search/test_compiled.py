@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 import autoplan
+from autoplan.errors import StrategyError
 from autoplan.plan import Plan
 from tests.support.models import tiny_gpt2
 
@@ -49,3 +50,10 @@ def test_nothing_else_of_a_plan_changes() -> None:
     assert autoplan.plan(model, gpus="8xH100", example_inputs=batch, global_batch=32).to_dict() == without
     del without["compiled"]  # a file from before there was the field
     assert Plan.from_json(json.dumps(without)).compiled is False
+
+
+def test_eager_plans_are_not_taken_for_compiled_ones() -> None:
+    model, batch = tiny_gpt2()
+    plan = autoplan.plan(model, gpus="1xcpu", example_inputs=batch)
+    with pytest.raises(StrategyError, match="compiled stages were asked for, and the plan is of eager ones"):
+        autoplan.compile(model, gpus=1, example_inputs=batch, device="cpu", plan=plan, compiled=True)

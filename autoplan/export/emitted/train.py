@@ -33,7 +33,8 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=10)
     parser.add_argument("--learning-rate", type=float, default=3e-4)
     parser.add_argument("--weights", help="directory with whole tensors to start from")
-    parser.add_argument("--compile", metavar="BACKEND", help="torch.compile the stages, e.g. with inductor")
+    parser.add_argument("--compile", metavar="BACKEND", help="torch.compile the stages, e.g. with inductor")  # if EAGER
+    parser.add_argument("--compile", metavar="BACKEND", default="inductor", help="of torch.compile")  # if COMPILED
     parser.add_argument("--save", help="directory to write the weights to at the end")
     options = parser.parse_args()
     program = Program(options.weights, compiler=options.compile)
