@@ -185,3 +185,12 @@ def test_an_oversubscribed_network_gives_each_gpu_its_part(tmp_path: Path) -> No
     path.write_text('device = "H100"\nnodes = 4\n[inter]\noversubscription = 0.5\n')
     with pytest.raises(ClusterError, match="oversubscription"):
         Cluster.parse(path)
+
+
+@pytest.mark.parametrize(("value", "example"), [("nan", "5e-6"), ("0", "5e-6"), ("inf", "5e-6")])
+def test_what_is_no_figure_is_answered_with_one_of_its_field(value: str, example: str, tmp_path: Path) -> None:
+    path = tmp_path / "ours.toml"
+    path.write_text(f'device = "H100"\nnodes = 2\n[inter]\nlatency_s = {value}\n')
+    with pytest.raises(ClusterError) as caught:
+        Cluster.parse(path)
+    assert caught.value.attempt == f"latency_s = {example}" and caught.value.legal == "a number from 1e-12 to 60"

@@ -104,11 +104,21 @@ def _find(layers: LayerGraph, name: str) -> int:
     ]
     if len(found) == 1:
         return found[0]
-    near = [names[i] for i in found] or difflib.get_close_matches(name, names, n=3) or names[:3]
+    near = [names[i] for i in found] or _near(name, names) or names[:3]
     raise PlanFileError(
         f"{'several layers are' if found else 'no layer is'} called {name!r}",
         legal=", ".join(near[:3]) + (", ..." if len(names) > 3 else ""),
         attempt=f"--layer {near[0]}",
+    )
+
+
+def _near(name: str, names: Sequence[str]) -> list[str]:
+    """Names that hold ``name``, or are spelt like it, or whose ends are."""
+    ends = {full.rsplit(".", 1)[-1]: full for full in reversed(names)}
+    return (
+        [full for full in names if name and name.lower() in full.lower()]
+        or difflib.get_close_matches(name, names, n=3)
+        or [ends[end] for end in difflib.get_close_matches(name, ends, n=3)]
     )
 
 

@@ -71,9 +71,21 @@ def config_text(model: str) -> tuple[str, str, str]:
     path = path / "config.json" if path.is_dir() else path
     known = model.lower() in {entry.name for entry in presets()}
     if not known and (path.suffix == ".json" or path.is_file()):
-        return _read(path), str(path), path.resolve().parent.name if path.stem == "config" else path.stem
+        return _config(path), str(path), path.resolve().parent.name if path.stem == "config" else path.stem
     entry = preset(model)
     return entry.path.read_text(encoding="utf-8"), f"preset {entry.name}", entry.name
+
+
+def _config(path: Path) -> str:
+    """The text of a config file; a plan file in its place is said to be one."""
+    text = _read(path)
+    if '"certificate"' in text and '"strategy"' in text:
+        raise ModelError(
+            f"{path} is a plan file, and MODEL is the model that it is for",
+            legal="a preset, a Hugging Face config.json, or file.py:factory",
+            attempt=f"MODEL first, then the plan, as in `autoplan verify MODEL {path}`",
+        )
+    return text
 
 
 def _read(path: Path) -> str:

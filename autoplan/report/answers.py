@@ -171,6 +171,7 @@ class OneLayer(Answer):
 class Differences(Answer):
     same: bool
     inputs: list[Change]
+    forced: list[Change]
     strategy: list[Change]
     stages: list[Change]
     predicted: list[Change]

@@ -40,9 +40,11 @@ class Change:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Difference:
-    """Only what differs. ``inputs``: the questions differ, so that times are not of like things."""
+    """Only what differs. ``inputs``: the questions differ, so that times are not of like things; ``forced``: what was
+    asked of the answer, None where that key was planned."""
 
     inputs: tuple[Change, ...]
+    forced: tuple[Change, ...]
     strategy: tuple[Change, ...]
     stages: tuple[Change, ...]
     predicted: tuple[Change, ...]
@@ -69,6 +71,7 @@ def difference(before: Plan, after: Plan) -> Difference:
     figures = {name: (getattr(before.predicted, name), getattr(after.predicted, name)) for name in _FIGURES}
     return Difference(
         inputs=_changes(inputs),
+        forced=_changes({key: (before.forced.get(key), after.forced.get(key)) for key in before.forced | after.forced}),
         strategy=_changes(decided),
         stages=_stages(before, after),
         predicted=_changes(figures),
@@ -135,6 +138,7 @@ def as_text(before: Plan, after: Plan, names: tuple[str, str]) -> str:
     lines = [heading(f"{names[0]} -> {names[1]}"), *paragraph(_verdict(before, after, found))]
     sections = {
         "Asked": found.inputs,
+        "Forced": found.forced,
         "Strategy": found.strategy,
         "Stages": found.stages,
         "Predicted": found.predicted,
@@ -182,6 +186,8 @@ def _row(change: Change, shown: Callable[[str, Any], str]) -> list[str]:
 
 def _shown(name: str, value: Any) -> str:
     """A value as people read it, by the unit in its field's name."""
+    if value is None:
+        return "planned"
     if not _number(value):
         text = str(value).lower() if isinstance(value, bool) else str(value)
         return f"{text[:12]}.." if name.endswith("fingerprint") else text

@@ -23,7 +23,8 @@ def plan_html(plan: Plan) -> str:
 def program_html(program: Program) -> str:
     """The program's plan."""
     plan = program.plan
-    return _html(plan, f"a program of {plan.gpus_used} processes, one a GPU: {plan.model.name} on {plan.cluster.spec}")
+    processes = f"{plan.gpus_used} processes, one a GPU" if plan.gpus_used > 1 else "one process"
+    return _html(plan, f"a program of {processes}: {plan.model.name} on {plan.cluster.spec}")
 
 
 def _html(plan: Plan, heading: str) -> str:

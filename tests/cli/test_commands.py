@@ -153,6 +153,13 @@ def test_infeasible_without_json_goes_the_way_of_all_errors() -> None:
         answer.give(nothing_fits, what="Planning", output=None, json=False)
 
 
+def test_a_plan_file_in_the_models_place_is_said_to_be_one(invoke: Invoke, plan: Plan, tmp_path: Path) -> None:
+    path = str(plan.save(tmp_path / "plan.json"))
+    for asked in (("plan", path, "--gpus", "8xH100"), ("fit", path, "--gpus", "8xH100")):
+        result = invoke(*asked)
+        assert result.exit_code == 2 and "is a plan file, and MODEL is the model that it is for" in result.stderr
+
+
 def test_a_malformed_plan_file_names_the_field(invoke: Invoke, plan: Plan, tmp_path: Path) -> None:
     path = tmp_path / "plan.json"
     path.write_text(plan.to_json().replace('"pipeline": 2', '"pipeline": "two"'))

@@ -82,6 +82,7 @@ def test_one_layer_by_the_end_of_its_name(invoke: Invoke, file: Path, folder: Pa
     ("more", "message", "advice"),
     [
         (("--layer", "tail"), "no layer is called 'tail'", "--layer "),
+        (("--layer", ""), "no layer is called", "--layer "),
         (("--operators", "--layer", "3"), "are three questions", "one at a time"),
         (("-o", "x.json"), "-o keeps the answers of --what-if", "--what-if"),
     ],
@@ -163,3 +164,20 @@ def test_without_asking_a_plan_says_what_memory_would_let_fit(folder: Path) -> N
     assert "What would change the decision" in said and "--what-if" in said
     lighter = {size(a.short_by_bytes) for a in short if len(a.strategy.axes) < len(plan.strategy.axes)}
     assert said.count("would fit") == len(lighter)
+
+
+@pytest.mark.parametrize(
+    ("name", "near"),
+    [("attn", "model.blocks.0.attn"), ("blocks.1", "model.blocks.1.attn"), ("atn", "model.blocks.0.attn")],
+)
+def test_names_near_a_layers_are_offered(name: str, near: str, plan: Plan) -> None:
+    from autoplan.errors import PlanFileError
+    from autoplan.explain.operators import one_layer
+    from tests.support.layer_graphs import Dense, graph
+
+    layers = graph([Dense(elements=1)] * 6)
+    names = [f"model.blocks.{i // 2}.{part}" for i, part in enumerate(("attn", "mlp") * 3)]
+    named = tuple(dataclasses.replace(layer, name=name) for layer, name in zip(layers.layers, names, strict=True))
+    with pytest.raises(PlanFileError) as caught:
+        one_layer(plan, dataclasses.replace(layers, layers=named), layers.kinds, (), name)
+    assert caught.value.attempt == f"--layer {near}"

@@ -33,6 +33,16 @@ def test_a_plan_does_not_differ_from_itself(one: Plan) -> None:
     assert found.same and "the same" in as_text(one, one, ("a", "b"))
 
 
+def test_what_was_forced_is_told(one: Plan) -> None:
+    freed = dataclasses.replace(one, forced={"schedule": "1f1b", "pipeline": "<=2"})
+    found = difference(one, freed)
+    forced = {change.name: (change.before, change.after) for change in found.forced}
+    assert forced == {"pipeline": (2, "<=2"), "data": (2, None), "tensor": (1, None), "zero_stage": (0, None)}
+    assert not found.same and not found.strategy and not found.inputs
+    said = [line.split() for line in as_text(one, freed, ("a", "b")).splitlines()]
+    assert ["data", "2", "->", "planned"] in said and ["pipeline", "2", "->", "<=2"] in said
+
+
 def test_what_changed_and_nothing_else(one: Plan, two: Plan) -> None:
     found = difference(one, two)
     strategy = {change.name: (change.before, change.after) for change in found.strategy}
