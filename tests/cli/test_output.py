@@ -136,3 +136,15 @@ def test_json_has_no_figure_that_is_no_number(answer: Any) -> None:
 def with_nulls(value: Any) -> Any:
     """Through text: NaN and infinities are names there, and nothing else is."""
     return json.loads(json.dumps(value), parse_constant=lambda name: None)
+
+
+@pytest.mark.parametrize("width", [60, 80, 140])
+def test_tables_are_as_wide_as_the_terminal_and_no_wider(
+    width: int, plan: Plan, invoke: Invoke, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = str(plan.save(tmp_path / "plan.json"))
+    monkeypatch.setenv("COLUMNS", str(width))
+    for asked in (("show", path), ("models",), ("clusters",)):
+        longest = max(map(len, invoke(*asked).stdout.splitlines()))
+        assert longest <= width
+    assert max(map(len, invoke("models").stdout.splitlines())) > width - 10
