@@ -332,3 +332,40 @@ def test_variables_of_a_megatron_script_are_put_in(tmp_path: Path) -> None:
     assert (found.imported.gpus, found.imported.global_batch, found.imported.precision) == (16, 64, "bf16")
     wanted = {"data": 2, "tensor": 4, "pipeline": 2, "zero_stage": 1, "sequence_parallel": True}
     assert wanted.items() <= found.imported.strategy.items()
+
+
+@pytest.mark.parametrize(
+    ("settings", "data", "batch"),
+    [
+        ({"train_batch_size": 64, "train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 4}, 8, 64),
+        ({"train_batch_size": 64, "gradient_accumulation_steps": 2}, None, 64),  # the GPUs decide the micro-batch
+        ({"train_batch_size": 64, "train_micro_batch_size_per_gpu": 2}, None, 64),  # ... the accumulation
+        ({"train_batch_size": "auto", "train_micro_batch_size_per_gpu": "auto"}, None, None),
+    ],
+)
+def test_what_a_deepspeed_file_leaves_to_the_gpus_is_not_made_up(
+    settings: dict[str, Any], data: int | None, batch: int | None
+) -> None:
+    found = TARGETS["deepspeed"].read(json.dumps({**settings, "zero_optimization": {"stage": 2}, "unheard_of": 1}))
+    assert (found.strategy.get("data"), found.global_batch) == (data, batch)
+    micro = settings.get("train_micro_batch_size_per_gpu")
+    assert found.strategy.get("micro_batch_size") == (micro if micro == 2 else None)
+    assert found.strategy["zero_stage"] == 2
+
+
+@pytest.mark.parametrize(
+    ("kind", "section", "zero"),
+    [
+        ("FSDP", {"fsdp_config": {"fsdp_sharding_strategy": "FULL_SHARD", "fsdp_use_orig_params": True}}, 3),
+        ("FSDP", {"fsdp_config": {"fsdp_sharding_strategy": "SHARD_GRAD_OP"}}, 2),
+        ("FSDP", {"fsdp_config": {"fsdp_version": 2, "fsdp_reshard_after_forward": False}}, 2),
+        ("DEEPSPEED", {"deepspeed_config": {"zero_stage": 2, "offload_optimizer_device": "none"}}, 2),
+        ("DEEPSPEED", {"deepspeed_config": {"deepspeed_config_file": "ds_config.json"}}, None),
+        ("MULTI_GPU", {"downcast_bf16": "no"}, 0),
+    ],
+)
+def test_accelerate_files_of_every_backend_are_read(kind: str, section: dict[str, Any], zero: int | None) -> None:
+    config = {"distributed_type": kind, "mixed_precision": "bf16", "num_processes": 8, **section}
+    found = TARGETS["accelerate"].read(yaml.safe_dump(config))
+    assert (found.strategy["data"], found.strategy.get("zero_stage"), found.gpus) == (8, zero, 8)
+    assert bool(found.notes) is (zero is None)

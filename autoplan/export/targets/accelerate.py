@@ -93,19 +93,42 @@ def read(text: str) -> Imported:
     gpus = gpus if isinstance(gpus, int) and not isinstance(gpus, bool) and gpus > 0 else None
     tensor, context = degree("tp_size"), degree("cp_size")
     fsdp = config.get("fsdp_config") or {}
+    if not isinstance(fsdp, dict):
+        raise PlanFileError("fsdp_config is no mapping", where=_WHERE)
     data = degree("dp_replicate_size") * degree("dp_shard_size")
     if not degrees and gpus:
         data = gpus
     strategy: dict[str, Any] = {"data": data, "tensor": tensor, "context": context, "pipeline": 1, "expert": 1}
     sharded = str(config.get("distributed_type")) == "FSDP"
-    strategy["zero_stage"] = (3 if fsdp.get("fsdp_reshard_after_forward", True) else 2) if sharded else 0
+    strategy["zero_stage"] = _sharded_stage(fsdp) if sharded else 0
+    notes: list[str] = []
+    if str(config.get("distributed_type")) == "DEEPSPEED":
+        other = config.get("deepspeed_config") or {}
+        stage = other.get("zero_stage") if isinstance(other, dict) else None
+        if stage in (0, 1, 2, 3):
+            strategy["zero_stage"] = stage
+        else:
+            del strategy["zero_stage"]
+            notes.append("the ZeRO stage is in a DeepSpeed file of its own: import that")
     strategy["recompute"] = "full" if fsdp.get("fsdp_activation_checkpointing") else "none"
     precision = {"bf16": "bf16", "fp16": "fp16", "fp8": "fp8", "no": "fp32"}.get(
         str(config.get("mixed_precision")).lower()
     )
     if config.get("mixed_precision") is False:  # YAML reads a bare `no` so
         precision = "fp32"
-    return Imported(strategy=strategy, gpus=gpus, precision=precision)
+    return Imported(strategy=strategy, gpus=gpus, precision=precision, notes=tuple(notes))
+
+
+# What FSDP 1 called what FSDP 2 says with fsdp_reshard_after_forward.
+_STRATEGIES = {"FULL_SHARD": 3, "SHARD_GRAD_OP": 2, "NO_SHARD": 0, "HYBRID_SHARD": 3, "HYBRID_SHARD_ZERO2": 2}
+
+
+def _sharded_stage(fsdp: dict[str, Any]) -> int:
+    reshard, named = fsdp.get("fsdp_reshard_after_forward", True), fsdp.get("fsdp_sharding_strategy")
+    for each in (named, reshard):
+        if isinstance(each, str) and each.upper() in _STRATEGIES:
+            return _STRATEGIES[each.upper()]
+    return 3 if reshard else 2
 
 
 def load_yaml(text: str, where: str) -> dict[str, Any]:

@@ -86,12 +86,14 @@ def read(text: str) -> Imported:
     pipeline = whole(_section(config, "pipeline"), "stages", 1)
     context = whole(config, "sequence_parallel_size", 1)
     expert = whole(_section(config, "expert_parallel"), "autoep_size", 1)
-    micro, accumulated = (
-        whole(config, "train_micro_batch_size_per_gpu", 1),
-        whole(config, "gradient_accumulation_steps", 1),
-    )
     strategy: dict[str, Any] = {"tensor": tensor, "pipeline": pipeline, "context": context, "expert": expert}
-    strategy["micro_batch_size"] = micro
+    micro, accumulated = (
+        whole(config, key, 1) if _is_number(config.get(key)) else None
+        for key in ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
+    )
+    batch = whole(config, "train_batch_size", 1) if _is_number(config.get("train_batch_size")) else None
+    if micro is not None:
+        strategy["micro_batch_size"] = micro
     zero = _section(config, "zero_optimization")
     stage = zero.get("stage", 0)
     if isinstance(stage, bool) or not isinstance(stage, int) or stage not in (0, 1, 2, 3):
@@ -100,19 +102,24 @@ def read(text: str) -> Imported:
     notes = []
     if "offload_optimizer" in zero or "offload_param" in zero:
         notes.append("offload to the host is not priced")
-    batch = config.get("train_batch_size")
     gpus = None
-    if isinstance(batch, int) and not isinstance(batch, bool):
-        if batch < 1 or batch % (micro * accumulated):
+    if batch is not None and micro is not None and accumulated is not None:
+        if batch % (micro * accumulated):
             raise PlanFileError(
                 f"train_batch_size {batch} is no multiple of {micro} x {accumulated} (micro-batch x accumulation)",
                 where="the DeepSpeed configuration",
             )
         strategy["data"] = batch // (micro * accumulated)
         gpus = strategy["data"] * tensor * pipeline * context
+    elif micro is None or batch is None:
+        notes.append("batch sizes that the file leaves out, or to `auto`, are what the GPUs and the launcher make them")
     precision = next((name for name in ("bf16", "fp16") if _section(config, name).get("enabled") is True), None)
-    found = batch if gpus is not None else None
-    return Imported(strategy=strategy, gpus=gpus, global_batch=found, precision=precision, notes=tuple(notes))
+    return Imported(strategy=strategy, gpus=gpus, global_batch=batch, precision=precision, notes=tuple(notes))
+
+
+def _is_number(value: Any) -> bool:
+    """Whether a setting is there and is left to nobody else."""
+    return value is not None and value != "auto"
 
 
 def _section(config: dict[str, Any], name: str) -> dict[str, Any]:
