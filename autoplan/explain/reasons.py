@@ -19,10 +19,9 @@ def decision(plan: Plan) -> list[str]:
     """The decision in a paragraph that anyone can follow."""
     strategy, predicted, cluster = plan.strategy, plan.predicted, plan.cluster
     machines = cluster.describe(" nodes x ")
+    used = f"{plan.gpus_used} of {plan.gpus} GPUs" if plan.gpus > 1 else "the only GPU"
     lines = [heading(f"{plan.model.name} on {cluster.spec}")]
-    lines += paragraph(
-        f"The plan is {strategy.describe()}, on {plan.gpus_used} of {plan.gpus} GPUs ({machines}). {plan.case}"
-    )
+    lines += paragraph(f"The plan is {strategy.describe()}, on {used} ({machines}). {plan.case}")
     lines += paragraph(
         f"The model has {count(plan.model.parameters)} parameters and trains in {plan.precision} with "
         f"{plan.optimizer}. A step of {plan.global_batch} samples takes {seconds(predicted.step_time_s)}: "
