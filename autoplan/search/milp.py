@@ -48,8 +48,10 @@ MILLISECONDS = 1e3
 TIME_LIMIT_S = 20.0
 # More arcs than this and the dynamic program is the quicker proof; it is exact too.
 MOST_ARCS = 20_000
-# Up to so many optimistic arcs are asked for at once; of more the best split's come first, as it bounds the others.
+# Up to so many optimistic arcs are asked for at once, and in a large table up to this share of its arcs: every round
+# goes through all of them. Of more the best split's come first, as it bounds the others.
 MOST_ASKED = 512
+SHARE_ASKED = 1 / 16
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,11 +92,11 @@ def solve_split(
             return Solution(split=upper, lower_bound_s=floor_s, proven_by="bound", bound=bound)
         cuts = least_path(problem, period_at_most_s=bound.bottleneck_s)
         assert cuts is not None
-        path = _flags(problem, path_of(problem, cuts))
-        known = _is_exact(problem, path)
+        path = path_of(problem, cuts)
+        known = problem.exact is None or bool(problem.exact[path].all())
         if not known:
-            problem = _refined(problem, path)
-        found = evaluate(problem, cuts)
+            problem = _refined(problem, _flags(problem, path))
+        found = evaluate(problem, cuts, path)
         if found.value_s <= limit_s:
             upper = found
         limit_s = min(limit_s, found.value_s)
@@ -105,7 +107,7 @@ def solve_split(
         if _is_exact(problem, asked):
             answer = _solve(problem, bound, arcs, upper, cutoff_s, solver, time_limit_s)
             return dataclasses.replace(answer, bound=bound)
-        if known or np.count_nonzero(asked) <= MOST_ASKED:
+        if known or np.count_nonzero(asked) <= max(MOST_ASKED, SHARE_ASKED * len(asked)):
             problem = _refined(problem, asked)
 
 

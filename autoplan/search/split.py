@@ -57,10 +57,11 @@ class Groups(NamedTuple):
         return cls(starts, ascending[starts])
 
     def least(self, values: Floats, size: int) -> Floats:
-        """[size] the least of each run, at its value; inf elsewhere."""
-        answer = np.full(size, math.inf)
+        """[..., size] the least of each run, at its value; inf elsewhere."""
+        answer = np.empty((*values.shape[:-1], size))
+        answer.fill(math.inf)
         if len(self.starts):
-            answer[self.values] = np.minimum.reduceat(values, self.starts)
+            answer[..., self.values] = np.minimum.reduceat(values, self.starts, axis=-1)
         return answer
 
 
@@ -101,19 +102,23 @@ class Places:
             found.append((order, Groups.of(self.first[mine][order])))
         return found
 
+    @cached_property
+    def keys(self) -> Integers:
+        """[A] stage, end and first of each in one number, ascending."""
+        size = self.layers + 1
+        return (self.stage * size + self.end) * size + self.first
+
+    @cached_property
+    def _arriving(self) -> list[list[int]]:
+        """For every stage and cut where the arcs begin that end there."""
+        size = self.layers + 1
+        wanted = np.arange(self.stages)[:, None] * size + np.arange(size + 1)
+        found: list[list[int]] = np.searchsorted(self.stage * size + self.end, wanted).tolist()
+        return found
+
     def arriving(self, stage: int, end: int) -> slice:
         """The arcs of a stage that end at a cut."""
-        low, high = self.limits[stage], self.limits[stage + 1]
-        at = np.searchsorted(self.end[low:high], (end, end + 1))
-        return slice(low + int(at[0]), low + int(at[1]))
-
-    def arc(self, stage: int, first: int, end: int) -> int:
-        """Which arc that is; raises :class:`ValueError` where there is none."""
-        among = self.arriving(stage, end)
-        at = among.start + int(np.searchsorted(self.first[among], first))
-        if at == among.stop or self.first[at] != first:
-            raise ValueError(f"layers {first} to {end - 1} on stage {stage} are no arc of the problem")
-        return at
+        return slice(*self._arriving[stage][end : end + 2])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -140,6 +145,11 @@ class SplitProblem:
     @property
     def stages(self) -> int:
         return self.places.stages
+
+    @cached_property
+    def totals(self) -> list[Floats]:
+        """For s from 0 to S, [L + 1] least cost of s stages that hold the layers before each cut."""
+        return _totals(self.places, self.cost_s)
 
 
 def dense_problem(*, layers: int, stages: int, micro_batches: int, table: Callable[[int], StageTable]) -> SplitProblem:
@@ -186,10 +196,10 @@ class Bounds:
         return (micro_batches - 1) * self.bottleneck_s + self.sum_s + self.tail_s
 
 
-def evaluate(problem: SplitProblem, cuts: tuple[int, ...]) -> Split:
-    """The objective of a split given by its cuts; inf where one of its stages is no arc after all, and
-    :class:`ValueError` where it is not in the problem."""
-    arcs = path_of(problem, cuts)
+def evaluate(problem: SplitProblem, cuts: tuple[int, ...], arcs: list[int] | None = None) -> Split:
+    """The objective of a split given by its cuts (``arcs``: its arcs, if they are known); inf where one of its stages
+    is no arc after all, and :class:`ValueError` where it is not in the problem."""
+    arcs = path_of(problem, cuts) if arcs is None else arcs
     period, tail = float(problem.period_s[arcs].max()), float(problem.tail_s[arcs].max())
     if not math.isfinite(period):
         return Split(cuts=cuts, value_s=math.inf, bottleneck_s=math.inf, tail_s=tail)
@@ -199,24 +209,32 @@ def evaluate(problem: SplitProblem, cuts: tuple[int, ...]) -> Split:
 
 def path_of(problem: SplitProblem, cuts: tuple[int, ...]) -> list[int]:
     """The arcs of a split."""
-    return [problem.places.arc(stage, *span) for stage, span in enumerate(itertools.pairwise(cuts))]
+    places, at = problem.places, np.array(cuts)
+    if len(at) != places.stages + 1:
+        raise ValueError(f"{len(at) - 1} stages are no split of a problem of {places.stages}")
+    keys = (np.arange(places.stages) * (places.layers + 1) + at[1:]) * (places.layers + 1) + at[:-1]
+    found = np.searchsorted(places.keys, keys)
+    missing = np.nonzero(places.keys[np.minimum(found, len(places) - 1)] != keys)[0] if len(places) else [0]
+    if len(missing):
+        first, end = cuts[missing[0]], cuts[missing[0] + 1]
+        raise ValueError(f"layers {first} to {end - 1} on stage {missing[0]} are no arc of the problem")
+    arcs: list[int] = found.tolist()
+    return arcs
 
 
 def bounds(problem: SplitProblem) -> Bounds | None:
     """Exact min-max period, least sum and min-max tail, each by itself; None where no split fits."""
     places, size = problem.places, problem.layers + 1
-    start = np.full(size, math.inf)
-    start[0] = 0.0
-    period, total, tail = start, start, start
-    tails = np.where(np.isfinite(problem.period_s), problem.tail_s, math.inf)
+    longest = np.full((2, size), math.inf)  # of periods, and of tails
+    longest[:, 0] = 0.0
+    each = np.stack((problem.period_s, np.where(np.isfinite(problem.period_s), problem.tail_s, math.inf)))
     for mine, groups in zip(places.of_stage, places.by_end, strict=True):
-        first = places.first[mine]
-        period = groups.least(np.maximum(period[first], problem.period_s[mine]), size)
-        total = groups.least(total[first] + problem.cost_s[mine], size)
-        tail = groups.least(np.maximum(tail[first], tails[mine]), size)
-    if not math.isfinite(period[-1]):
+        through = np.maximum(longest[:, places.first[mine]], each[:, mine])
+        longest = groups.least(through, size)
+    if not math.isfinite(longest[0, -1]):
         return None
-    return Bounds(bottleneck_s=float(period[-1]), sum_s=float(total[-1]), tail_s=float(tail[-1]))
+    total = float(problem.totals[-1][-1])
+    return Bounds(bottleneck_s=float(longest[0, -1]), sum_s=total, tail_s=float(longest[1, -1]))
 
 
 def least_sum(problem: SplitProblem, *, period_at_most_s: float) -> Split | None:
@@ -262,7 +280,7 @@ def useful_arcs(problem: SplitProblem, bound: Bounds, *, value_at_most_s: float)
     Lower bound of an arc: (M - 1) * max(B*, T) + least sum of a path through it + max(Y*, Y).
     """
     places, steps = problem.places, problem.micro_batches - 1
-    before = np.stack(_totals(places, problem.cost_s)[:-1])
+    before = np.stack(problem.totals[:-1])
     after = np.full((problem.stages, problem.layers + 1), math.inf)
     after[-1, -1] = 0.0
     for s in range(problem.stages - 1, 0, -1):
