@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from autoplan.cli import answer, options
+from autoplan.cli import answer, console, options
 from autoplan.errors import StrategyError
 
 
@@ -47,6 +47,8 @@ def predict(
 
         imported = read_file(config, None).imported
         wanted = {**imported.strategy, **wanted}
+        for note in imported.notes:
+            console.note(f"{config}: {note}")
         global_batch, seq = global_batch or imported.global_batch, seq or imported.seq
         precision = precision or imported.precision
     if not wanted:

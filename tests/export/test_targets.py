@@ -236,6 +236,10 @@ def test_the_command_line_writes_reads_and_overwrites_nothing(tmp_path: Path) ->
     assert degrees == {"data": 4, "tensor": 1, "pipeline": 2, "zero_stage": 1}
     assert answer["global_batch"] == 16
 
+    (tmp_path / "ds_config.json").write_text('{"zero_optimization": {"stage": 3, "offload_optimizer": {}}}')
+    unpriced = ["predict", str(config), "--gpus", "8xH100", "--seq", "64", "--config", str(tmp_path / "ds_config.json")]
+    assert "offload to the host is not priced" in run(application, unpriced).stderr
+
     read = run(application, ["import", str(tmp_path / "out" / "megatron.sh"), "--json"])
     assert read.exit_code == 0, read.output
     strategy = json.loads(read.stdout)["strategy"]
