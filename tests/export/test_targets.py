@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import dataclasses
 import json
+import random
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from autoplan.errors import AutoplanError, StrategyError
 from autoplan.export.like import LIKE, strategy_like
 from autoplan.export.read import read_file
 from autoplan.export.targets import TARGETS, target_named
+from autoplan.export.targets.types import Exported, Target
 from autoplan.layers.types import Layer, LayerGraph, LayerKind
 from autoplan.plan import Plan
 from autoplan.search import search
@@ -28,7 +30,6 @@ from tests.support.plans import hand_plan
 
 LAYERS = 24
 DEGREES = ("data", "tensor", "pipeline", "context", "expert")
-powers = st.sampled_from([1, 2, 4, 8])
 
 
 def graph() -> LayerGraph:
@@ -54,53 +55,52 @@ def a_plan(*, recompute: str = "none", precision: str = "bf16", **strategy: Any)
     return dataclasses.replace(plan, stages=stages, precision=precision, cluster=cluster)
 
 
-@st.composite
-def plans(draw: st.DrawFn) -> Plan:
-    pipeline = draw(st.sampled_from([1, 2, 4]))
-    virtual = draw(st.sampled_from([1, 2])) if pipeline > 1 else 1
-    data = draw(powers)
+def a_random_plan(draw: random.Random) -> Plan:
+    """Each axis beside data is taken half the time, so that tools of few axes are asked for plans that they know."""
+    tensor, pipeline, context, expert = (draw.choice([1, 1, 1, 2, 4, 8]) for _ in range(4))
+    data = draw.choice([1, 2, 4, 8, 16, 32, 64])
+    virtual = draw.choice([1, 2]) if pipeline > 1 else 1
     return a_plan(
-        recompute=draw(st.sampled_from(["none", "selective", "full"])),
+        recompute=draw.choice(["none", "selective", "full"]),
         data=data,
-        tensor=draw(powers),
+        tensor=tensor,
         pipeline=pipeline,
         virtual_stages=virtual,
-        context=draw(st.sampled_from([1, 2])),
-        expert=draw(st.sampled_from([1, 2])),
-        zero_stage=draw(st.sampled_from([0, 1, 2, 3])) if data > 1 else 0,
-        micro_batch_size=draw(st.sampled_from([1, 2, 4])),
-        micro_batches=draw(st.sampled_from([1, 4, 8])),
+        context=min(2, context),
+        expert=min(2, expert),
+        zero_stage=draw.choice([0, 1, 2, 3]) if data > 1 else 0,
+        micro_batch_size=draw.choice([1, 2, 4]),
+        micro_batches=draw.choice([1, 4, 8]),
         schedule="interleaved" if virtual > 1 else "1f1b",
     )
 
 
 @pytest.mark.parametrize("name", TARGETS)
-def test_what_is_exported_reads_back_with_the_same_degrees(name: str) -> None:
-    target = TARGETS[name]
-    told: list[str] = []
-
-    @settings(max_examples=60, deadline=None, derandomize=True)
-    @given(plans())
-    def round_trip(plan: Plan) -> None:
+def test_fifty_random_plans_are_exported_and_read_back_with_the_same_degrees(name: str) -> None:
+    draw, target, told = random.Random(0), TARGETS[name], set()
+    for _ in range(2_000):
+        plan = a_random_plan(draw)
         try:
             exported = target.export(plan)
         except StrategyError as refusal:
             assert refusal.attempt  # and nothing half-done
+            continue
+        assert_read_back(target, plan, exported)
+        told.add((plan.strategy, str(plan.stages[0].recompute)))
+        if len(told) == 50:
             return
-        found = target.read(_settings_file(exported.files)).strategy
-        told.append(plan.strategy.describe())
-        for axis in DEGREES:
-            assert found.get(axis, 1) == getattr(plan.strategy, axis), axis
-        for key in ("micro_batch_size", "virtual_stages"):
-            if key in found and not (
-                key == "virtual_stages" and any("virtual stages" in lost for lost in exported.lost)
-            ):
-                assert found[key] == getattr(plan.strategy, key), key
-        if not any("ZeRO" in lost for lost in exported.lost):
-            assert found["zero_stage"] == plan.strategy.zero_stage
+    raise AssertionError(f"{name} expressed {len(told)} plans alone")
 
-    round_trip()
-    assert len(set(told)) >= (1 if name == "fsdp2" else 8)
+
+def assert_read_back(target: Target, plan: Plan, exported: Exported) -> None:
+    found = target.read(_settings_file(exported.files)).strategy
+    for axis in DEGREES:
+        assert found.get(axis, 1) == getattr(plan.strategy, axis), axis
+    for key in ("micro_batch_size", "virtual_stages"):
+        if key in found and not (key == "virtual_stages" and any("virtual stages" in lost for lost in exported.lost)):
+            assert found[key] == getattr(plan.strategy, key), key
+    if not any("ZeRO" in lost for lost in exported.lost):
+        assert found["zero_stage"] == plan.strategy.zero_stage
 
 
 def _settings_file(files: dict[str, str]) -> str:
