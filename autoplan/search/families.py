@@ -163,26 +163,29 @@ def _largest_excess(evaluation: Evaluation, chosen: Evaluation) -> str:
     if name == "computation":
         return "its matrices or micro-batches are smaller or larger than GPUs compute best"
     if name == "uneven":
-        mean = sum(stage.period_s for stage in evaluation.stages) / len(evaluation.stages)
-        return f"its longest stage takes {(evaluation.bottleneck.period_s / mean - 1) * 100:.0f}% more than the average"
+        longest = sum(stage.period_s for stage in evaluation.busiest)
+        mean = sum(stage.period_s for stage in evaluation.stages) / strategy.pipeline
+        whose = "longest stage takes" if strategy.virtual_stages == 1 else "busiest GPU's stages take"
+        return f"its {whose} {(longest / mean - 1) * 100:.0f}% more than the average"
     return f"{name.replace('_', ' ')} takes {mine[name] / evaluation.step_s * 100:.0f}% of its step"
 
 
 def _spent(evaluation: Evaluation) -> dict[str, float]:
-    """The step by what it is spent on, stages averaged, with their unevenness apart."""
+    """The step by what it is spent on: the average rank's work, by how much the busiest one's is longer, and the rest;
+    together the step. A rank of several virtual stages works on all of them."""
     micro, stages = evaluation.strategy.micro_batches, evaluation.stages
     terms = time_terms(evaluation)
     recompute = sum(stage.recompute_s for stage in stages)
     tensor = sum(stage.tensor_forward_s + stage.tensor_backward_s for stage in stages)
     sharded = sum(stage.data.forward_s + stage.data.backward_s for stage in stages)
     period = sum(stage.period_s for stage in stages)
-    share = micro / len(stages)
+    share = micro / evaluation.strategy.pipeline
     return {
         "computation": share * (period - recompute - tensor - sharded),
         "recompute": share * recompute,
         "tensor_communication": share * tensor,
         "sharded_state": share * sharded,
-        "uneven": micro * evaluation.bottleneck.period_s - share * period,
+        "uneven": micro * sum(stage.period_s for stage in evaluation.busiest) - share * period,
     } | {name: terms[name] for name in ("gradient_synchronisation", "optimizer", "sends", "bubble")}
 
 
