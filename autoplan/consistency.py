@@ -36,12 +36,15 @@ _DEGREES = ("data", "tensor", "pipeline", "virtual_stages", "context", "expert",
 # Differences, which rounding may take a little below zero.
 _GAPS = ("gap", "simulated_gap")
 
+# Control characters, of which terminals make commands.
+_STEERS = re.compile(r"[\x00-\x1f\x7f-\x9f]")
+
 Problem = tuple[str, str]
 
 
 def first_problem(plan: Plan) -> Problem | None:
     """The first field that disagrees with the others, and how; None for a plan that is whole."""
-    for check in (_numbers, _strategy, _machines, _spec, _layers, _stages, _memory, _time, _names):
+    for check in (_texts, _numbers, _strategy, _machines, _spec, _layers, _stages, _memory, _time, _names):
         for problem in check(plan):
             return problem
     return None
@@ -136,6 +139,13 @@ def _unlike_links(made_for: ClusterSummary, cluster: Cluster) -> list[str]:
 
 def _shown(value: int | str) -> str:
     return f"{value:,}" if isinstance(value, int) else value
+
+
+def _texts(plan: Plan) -> Iterator[Problem]:
+    """Names in a file that somebody sent are printed: none may colour, move or clear a terminal."""
+    for path, value in _leaves(plan, ""):
+        if _STEERS.search(path) or (isinstance(value, str) and _STEERS.search(value)):
+            yield path.encode("unicode_escape").decode(), f"{value!r} has characters that steer a terminal"
 
 
 def _numbers(plan: Plan) -> Iterator[Problem]:

@@ -108,6 +108,19 @@ def test_edges_that_are_none_are_refused() -> None:
             Plan.from_json(json.dumps(data))
 
 
+@pytest.mark.parametrize("text", ["\x1b[2Jgpt", "gpt\x07", "a\nb", "\x9b31m"])
+def test_names_that_steer_a_terminal_are_refused(text: str) -> None:
+    plan = planned()
+    for changed in (
+        dataclasses.replace(plan, model=dataclasses.replace(plan.model, name=text)),
+        dataclasses.replace(plan, assumptions=(*plan.assumptions, text)),
+        dataclasses.replace(plan, forced={text: 1}),
+    ):
+        with pytest.raises(PlanFileError, match="characters that steer a terminal") as refused:
+            Plan.from_json(changed.to_json())
+        assert not {"\x1b", "\x07", "\x9b"} & set(str(refused.value))
+
+
 def test_another_answers_degrees_are_checked_too() -> None:
     answer = OtherAnswer(
         condition="1 GiB more", quantity="memory_bytes", value=1.0, strategy=Strategy(data=0), step_time_s=1.0

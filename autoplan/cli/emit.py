@@ -38,7 +38,7 @@ def emit(
     lines = sum(len(path.read_text(encoding="utf-8").splitlines()) for path in folder.glob("*.py"))
     typer.echo(f"wrote {folder}: {lines} lines of Python")
     typer.echo(f"files: {', '.join(files)}")
-    nodes = -(-wanted.gpus // wanted.cluster.gpus_per_node)
-    each = min(wanted.gpus, wanted.cluster.gpus_per_node)
+    nodes = -(-wanted.gpus_used // wanted.cluster.gpus_per_node)  # a program has as many ranks as its plan uses GPUs
+    each = min(wanted.gpus_used, wanted.cluster.gpus_per_node)
     where = f" --nnodes {nodes} --rdzv-endpoint HOST:29500" if nodes > 1 else ""
     typer.echo(f"run: cd {folder} && torchrun --nproc-per-node {each}{where} train.py")

@@ -45,6 +45,15 @@ def test_a_config_on_meta_gets_a_program_with_the_values_of_its_buffers(tmp_path
     assert torch.allclose(frequencies, 10000.0 ** -(torch.arange(0, 16, 2) / 16))
 
 
+def test_the_program_is_started_with_as_many_ranks_as_the_plan_uses(tmp_path: Path) -> None:
+    config, plan = planned(tmp_path, "--max-gpus", "1")
+
+    result = CliRunner().invoke(application, ["emit", config, plan, "-o", str(tmp_path / "program")])
+
+    assert result.exit_code == 0, result.output
+    assert "torchrun --nproc-per-node 1 train.py" in result.stdout
+
+
 def test_a_folder_that_holds_something_is_left_alone(tmp_path: Path) -> None:
     config, plan = planned(tmp_path)
     (tmp_path / "kept").mkdir()
