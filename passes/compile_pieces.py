@@ -9,12 +9,13 @@ Numbers are the same up to rounding, and random numbers those of eager mode.
 
 from __future__ import annotations
 
-import operator
 from typing import Any
 
 import torch
 from torch import fx, nn
 from torch.fx import GraphModule, Node
+
+from autoplan.passes import regions
 
 NAME = "compile_pieces"
 BACKEND = "inductor"
@@ -36,8 +37,8 @@ def compile_pieces(module: GraphModule) -> GraphModule:
             piece.clear()
 
     for node in module.graph.nodes:
-        if _is_graph(node):
-            inner = _attribute(node)
+        if regions.is_graph(node):
+            inner = regions.attribute(node)
             if any(_is_ours(user) for user in node.users):
                 name = f"cut_{len(made)}"
                 made[name] = compile_pieces(inner)
@@ -66,38 +67,9 @@ def _is_ours(node: Node) -> bool:
     return node.op == "call_function" and str(getattr(node.target, "__module__", "")).startswith(_OURS)
 
 
-def _is_graph(node: Node) -> bool:
-    return node.op == "get_attr" and isinstance(_attribute(node), GraphModule)
-
-
-def _attribute(node: Node) -> Any:
-    value: Any = node.graph.owning_module
-    for part in str(node.target).split("."):
-        value = getattr(value, part)
-    return value
-
-
-def _inputs(piece: list[Node]) -> list[Node]:
-    """What the piece reads from outside; graphs of higher-order operators it holds itself."""
-    inside = set(piece)
-    read = (n for node in piece for n in node.all_input_nodes if n not in inside and not _is_graph(n))
-    return list(dict.fromkeys(read))
-
-
-def _outputs(piece: list[Node]) -> list[Node]:
-    inside = set(piece)
-    return [node for node in piece if any(user not in inside for user in node.users)]
-
-
 def _piece(module: GraphModule, piece: list[Node]) -> GraphModule:
-    graph = fx.Graph()
-    new = {node: graph.placeholder(node.name) for node in _inputs(piece)}
-    for node in piece:
-        for source in node.all_input_nodes:
-            if source not in new:
-                new[source] = graph.node_copy(source)
-        new[node] = graph.node_copy(node, lambda n: new[n])
-    graph.output(tuple(new[node] for node in _outputs(piece)))
+    graph, outputs = regions.body(piece)
+    graph.output(outputs)
     graph.lint()
     return GraphModule(module, graph, class_name="Piece")
 
@@ -109,7 +81,5 @@ def _compiled(piece: GraphModule) -> nn.Module:
 
 
 def _call(graph: fx.Graph, new: dict[Node, Node], name: str, piece: list[Node]) -> None:
-    call = graph.call_module(name, tuple(new[node] for node in _inputs(piece)))
-    for index, node in enumerate(_outputs(piece)):
-        new[node] = graph.create_node("call_function", operator.getitem, (call, index), name=node.name)
-        new[node].meta = dict(node.meta)
+    call = graph.call_module(name, tuple(new[node] for node in regions.inputs(piece)))
+    regions.unpack(graph, call, regions.outputs(piece), new)

@@ -16,13 +16,13 @@ Requires the graph of one stage, and groups of node names: all nodes of a layer 
 from __future__ import annotations
 
 import dataclasses
-import operator
 from collections.abc import Collection, Sequence
 
 from torch import fx
 from torch.fx import GraphModule, Node
 
 from autoplan.passes import operators
+from autoplan.passes import regions as region_graphs
 from autoplan.passes.graph_facts import GraphFacts
 from autoplan.passes.split_stages import StageGraph
 
@@ -130,41 +130,8 @@ def _written(module: GraphModule, facts: GraphFacts, order: list[Node], regions:
     return GraphModule(module, graph, class_name=type(module).__name__)
 
 
-def _inputs(region: list[Node]) -> list[Node]:
-    """What the region reads from outside, in order of first use; graphs of higher-order operators it holds itself."""
-    inside = set(region)
-    found = [n for node in region for n in node.all_input_nodes if n not in inside and not _is_graph(n)]
-    return list(dict.fromkeys(found))
-
-
-def _outputs(region: list[Node]) -> list[Node]:
-    inside = set(region)
-    return [node for node in region if any(user not in inside for user in node.users)]
-
-
-def _is_graph(node: Node) -> bool:
-    return node.op == "get_attr" and isinstance(_attribute(node), GraphModule)
-
-
-def _attribute(node: Node) -> object:
-    value: object = node.graph.owning_module
-    for part in str(node.target).split("."):
-        value = getattr(value, part)
-    return value
-
-
 def _submodule(module: GraphModule, facts: GraphFacts, region: list[Node]) -> GraphModule:
-    graph = fx.Graph()
-    new: dict[Node, Node] = {}
-    for node in _inputs(region):
-        new[node] = graph.placeholder(node.name)
-        new[node].meta = dict(node.meta)
-    for node in region:
-        for source in node.all_input_nodes:
-            if source not in new:
-                new[source] = graph.node_copy(source)
-        new[node] = graph.node_copy(node, lambda n: new[n])
-    outputs = tuple(new[node] for node in _outputs(region))
+    graph, outputs = region_graphs.body(region)
     graph.output(outputs[0] if len(outputs) == 1 else outputs)
     graph.lint()
     made = GraphModule(module, graph, class_name="Recomputed")
@@ -173,14 +140,12 @@ def _submodule(module: GraphModule, facts: GraphFacts, region: list[Node]) -> Gr
 
 
 def _call(graph: fx.Graph, new: dict[Node, Node], name: str, region: list[Node]) -> None:
-    outputs = _outputs(region)
+    outputs = region_graphs.outputs(region)
     submodule = graph.get_attr(name)
-    call = graph.call_function(operators.recomputed, (submodule, *(new[node] for node in _inputs(region))))
+    call = graph.call_function(operators.recomputed, (submodule, *(new[node] for node in region_graphs.inputs(region))))
     call.meta["val"] = tuple(node.meta.get("val") for node in outputs)
     if len(outputs) == 1:
         new[outputs[0]] = call
         call.meta = dict(outputs[0].meta)
         return
-    for index, node in enumerate(outputs):
-        new[node] = graph.create_node("call_function", operator.getitem, (call, index), name=node.name)
-        new[node].meta = dict(node.meta)
+    region_graphs.unpack(graph, call, outputs, new)
