@@ -93,7 +93,4 @@ def _parameter(node: Node, module: nn.Module) -> nn.Parameter | None:
 
 
 def _attribute(module: nn.Module, name: str) -> Any:
-    value: Any = module
-    for part in name.split("."):
-        value = getattr(value, part)
-    return value
+    return operator.attrgetter(name)(module)

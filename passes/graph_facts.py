@@ -160,10 +160,7 @@ class GraphFacts:
     # ------------------------------------------------------------------------------------------------------- structure
 
     def attribute(self, name: str) -> Any:
-        value: Any = self.root
-        for part in name.split("."):
-            value = getattr(value, part)
-        return value
+        return operator.attrgetter(name)(self.root)
 
     def value_inputs(self, node: Node) -> list[Node]:
         return node.all_input_nodes

@@ -8,6 +8,7 @@ embeddings, biases) get their gradients in the first part.
 from __future__ import annotations
 
 import dataclasses
+import operator
 from dataclasses import dataclass
 from typing import Any
 
@@ -111,7 +112,5 @@ def _has_simple_bias(node: fx.Node) -> bool:
 
 
 def _is_trainable(module: nn.Module, node: fx.Node) -> bool:
-    value: Any = module
-    for part in str(node.target).split("."):
-        value = getattr(value, part)
+    value = operator.attrgetter(str(node.target))(module)
     return isinstance(value, nn.Parameter) and value.requires_grad

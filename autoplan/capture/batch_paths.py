@@ -6,6 +6,7 @@ path is traced at its own sizes, and where all are the same operators on the sam
 
 from __future__ import annotations
 
+import operator
 import re
 from collections.abc import Callable
 from typing import Any
@@ -75,17 +76,10 @@ def same_program(first: GraphModule, second: GraphModule) -> bool:
 def _same_target(first: GraphModule, one: Node, second: GraphModule, other: Node) -> bool:
     if one.op != "get_attr":
         return one.target == other.target
-    values = [_attribute(module, str(node.target)) for module, node in ((first, one), (second, other))]
+    values = [operator.attrgetter(str(node.target))(module) for module, node in ((first, one), (second, other))]
     if values[0] is values[1]:
         return True
     return all(isinstance(value, torch.Tensor) for value in values) and _same_tensor(*values)
-
-
-def _attribute(module: GraphModule, path: str) -> Any:
-    value: Any = module
-    for name in path.split("."):
-        value = getattr(value, name)
-    return value
 
 
 def _same_tensor(one: torch.Tensor, other: torch.Tensor) -> bool:

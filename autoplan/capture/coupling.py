@@ -139,10 +139,7 @@ def _find_data_only(flow: Flow, graph_module: GraphModule, memory: Memory) -> No
 
 
 def _attribute(graph_module: GraphModule, path: str) -> Any:
-    value: Any = graph_module
-    for name in path.split("."):
-        value = getattr(value, name)
-    return value
+    return operator.attrgetter(path)(graph_module)
 
 
 def _by_chance(node: Node) -> bool:

@@ -14,6 +14,7 @@
 
 from __future__ import annotations
 
+import operator
 import os
 import re
 import shutil
@@ -421,8 +422,6 @@ def _pairs(items: Sequence[tuple[str, tuple[int, ...]]]) -> str:
 
 
 def _attribute(module: nn.Module, name: str) -> Tensor:
-    value: object = module
-    for part in name.split("."):
-        value = getattr(value, part)
+    value = operator.attrgetter(name)(module)
     assert isinstance(value, Tensor)
     return value

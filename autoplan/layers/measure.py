@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -259,10 +260,7 @@ def touched_bytes(tensor: Tensor) -> int:
 
 
 def _attribute(module: torch.nn.Module, path: str) -> Any:
-    value: Any = module
-    for part in path.split("."):
-        value = getattr(value, part)
-    return value
+    return operator.attrgetter(path)(module)
 
 
 def _to_meta(item: Any) -> Any:

@@ -6,6 +6,7 @@ Memory is compared stage by stage where both have as many stages, else by the fu
 from __future__ import annotations
 
 import dataclasses
+import operator
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -81,10 +82,7 @@ def difference(before: Plan, after: Plan) -> Difference:
 
 
 def _at(plan: Plan, path: str) -> Any:
-    value: Any = plan
-    for name in path.split("."):
-        value = getattr(value, name)
-    return value
+    return operator.attrgetter(path)(plan)
 
 
 def _pairs(before: dict[str, float], after: dict[str, float]) -> dict[str, tuple[float, float]]:

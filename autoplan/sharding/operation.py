@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import functools
+import operator
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -138,7 +139,7 @@ class GraphFacts:
         if node.op != "get_attr":
             return None
         if node not in self._parameters:
-            value = functools.reduce(getattr, str(node.target).split("."), self.graph_module)
+            value = operator.attrgetter(str(node.target))(self.graph_module)
             self._parameters[node] = value if isinstance(value, torch.nn.Parameter) else None
         return self._parameters[node]
 
