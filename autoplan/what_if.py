@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
 from autoplan import progress
-from autoplan.cluster import Cluster, Link
+from autoplan.cluster import Cluster
 from autoplan.consistency import not_its_cluster, other_cluster, other_model
 from autoplan.errors import AutoplanError, ClusterError, InfeasibleError, PlanFileError
 from autoplan.explain.text import size
@@ -116,7 +116,7 @@ def _answers(plan: Plan, asked: Question) -> Iterator[OtherAnswer]:
 
     def with_links(intra: float, inter: float) -> Problem:
         wish = Wish(plan.forced, plan.optimizer, compiled=plan.compiled)
-        return problem_of(traced, _with_links(cluster, intra, inter), wish)
+        return problem_of(traced, cluster.with_links(intra=intra, inter=inter), wish)
 
     short = [memory + a.short_by_bytes for a in plan.alternatives if a.step_time_s is None]
     more = sorted({*(memory * (1 + share) for share in _MORE), *(v for v in short if v <= 8 * memory)})
@@ -208,17 +208,3 @@ def _with_memory(cluster: Cluster, factor: float) -> Cluster:
     device = dataclasses.replace(cluster.device, memory_bytes=cluster.device.memory_bytes * factor)
     groups = tuple(_with_memory(group, factor) for group in cluster.groups)
     return dataclasses.replace(cluster, device=device, groups=groups)
-
-
-def _with_links(cluster: Cluster, intra: float, inter: float) -> Cluster:
-    return dataclasses.replace(
-        cluster,
-        intra=_scaled(cluster.intra, intra),
-        inter=_scaled(cluster.inter, inter),
-        between=tuple(_scaled(link, inter) for link in cluster.between),
-        groups=tuple(_with_links(group, intra, inter) for group in cluster.groups),
-    )
-
-
-def _scaled(link: Link, factor: float) -> Link:
-    return dataclasses.replace(link, bytes_per_s=link.bytes_per_s * factor)

@@ -26,6 +26,7 @@ def emit(
     """
     import autoplan
     from autoplan.export import emit_model
+    from autoplan.export.targets.types import nodes_and_each
 
     check_folder(output, what="program", json=json, printed=False)
     wanted = autoplan.Plan.load(plan)
@@ -38,7 +39,6 @@ def emit(
     lines = sum(len(path.read_text(encoding="utf-8").splitlines()) for path in folder.glob("*.py"))
     typer.echo(f"wrote {folder}: {lines} lines of Python")
     typer.echo(f"files: {', '.join(files)}")
-    nodes = -(-wanted.gpus_used // wanted.cluster.gpus_per_node)  # a program has as many ranks as its plan uses GPUs
-    each = min(wanted.gpus_used, wanted.cluster.gpus_per_node)
+    nodes, each = nodes_and_each(wanted)
     where = f" --nnodes {nodes} --rdzv-endpoint HOST:29500" if nodes > 1 else ""
     typer.echo(f"run: cd {folder} && torchrun --nproc-per-node {each}{where} train.py")
