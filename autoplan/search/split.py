@@ -58,8 +58,7 @@ class Groups(NamedTuple):
 
     def least(self, values: Floats, size: int) -> Floats:
         """[..., size] the least of each run, at its value; inf elsewhere."""
-        answer = np.empty((*values.shape[:-1], size))
-        answer.fill(math.inf)
+        answer = np.full((*values.shape[:-1], size), math.inf)
         if len(self.starts):
             answer[..., self.values] = np.minimum.reduceat(values, self.starts, axis=-1)
         return answer
