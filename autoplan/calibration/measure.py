@@ -9,8 +9,10 @@ clock around calls that fill its queue.
 
 Transfers are timed by the clock, the least of the rounds: whatever else runs can only add. On a CPU a training step
 comes to them from computing, its buffers in no cache and the threads that carry them asleep (on a Zen 5 core an
-all-reduce of 2 MiB then takes 1.5 times what it takes in a row of them): so before every one some memory is gone over,
-and its time is from when the last rank has come until the last is done, on the clock that the host's processes share.
+all-reduce of 2 MiB then takes 1.5 times what it takes in a row of them): so before every one some memory is gone over.
+What it costs a rank is from when it came until the last is done, on the clock that the host's processes share: the
+mean of the ranks, so that their waiting for one another, which a step pays too, is in it. A round is several, because a
+step has many and never meets the least of each.
 """
 
 from __future__ import annotations
@@ -34,7 +36,7 @@ from autoplan.runtime.launch import launch
 
 COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "send")
 _MOST_DEFAULT_RANKS = 8
-_CALLS = 4  # of a GPU's transfers in a row
+_CALLS = 4  # transfers of a round
 _MOST_TRANSFERS = 1000
 _LARGE_BYTES = (2**26, 2**28)  # what NVLink needs to reach its rate
 _SWEPT_BYTES = 48 * 2**20  # more than a last-level cache of a core's share
@@ -250,18 +252,20 @@ def _queued_s(run: Callable[[], object], size: int) -> Callable[[], float]:
 
 
 def _woken_s(run: Callable[[], object]) -> Callable[[], float]:
-    """Seconds of a transfer that ranks come to from computing, from the last to come until the last is done."""
+    """Mean seconds of the transfers of a round, each from when ranks come to it from computing until the last is done."""
     swept = torch.zeros(_SWEPT_BYTES // 4)
 
-    def once() -> float:
+    def one() -> float:
         swept.add_(1.0)
         came = time.perf_counter()
         run()
-        both = torch.tensor([came, time.perf_counter()], dtype=torch.float64)
-        dist.all_reduce(both, op=dist.ReduceOp.MAX)
-        return (both[1] - both[0]).item()
+        done = torch.tensor(time.perf_counter(), dtype=torch.float64)
+        dist.all_reduce(done, op=dist.ReduceOp.MAX)
+        taken = done - came
+        dist.all_reduce(taken)
+        return taken.item() / dist.get_world_size()
 
-    return once
+    return lambda: statistics.fmean(one() for _ in range(_CALLS))
 
 
 def _transfers(name: str, elements: int, device: torch.device) -> Callable[[], object]:
