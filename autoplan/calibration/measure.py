@@ -252,7 +252,7 @@ def _queued_s(run: Callable[[], object], size: int) -> Callable[[], float]:
 
 
 def _woken_s(run: Callable[[], object]) -> Callable[[], float]:
-    """Mean seconds of the transfers of a round, each from when ranks come to it from computing until the last is done."""
+    """Mean seconds of a round's transfers, each from when ranks come to it from computing until the last is done."""
     swept = torch.zeros(_SWEPT_BYTES // 4)
 
     def one() -> float:
