@@ -36,6 +36,7 @@ def import_(
                 "global_batch": imported.global_batch,
                 "precision": imported.precision,
                 "seq": imported.seq,
+                "compiled": imported.compiled,
                 "notes": list(imported.notes),
             }
         )
@@ -46,5 +47,7 @@ def import_(
         value = getattr(imported, name)
         if value is not None:
             typer.echo(f"--{name.replace('_', '-')} {value}")
+    if imported.compiled:
+        typer.echo("--compiled")
     for note in imported.notes:
         typer.echo(f"note: {note}")

@@ -36,7 +36,8 @@ def predict(
     """Predict a given strategy; a key left out takes the value that costs least.
 
     With --config the strategy, and the global batch, precision and sequence where they are not given, are those of a
-    configuration that you train with today; keys of --strategy go before its own. Exit code 1: it does not fit.
+    configuration that you train with today, compiled where it compiles; keys of --strategy go before its own. Exit
+    code 1: it does not fit.
 
     Example: autoplan predict llama3-8b --gpus 8xH100 --strategy data=8,zero_stage=1
     """
@@ -50,7 +51,7 @@ def predict(
         for note in imported.notes:
             console.note(f"{config}: {note}")
         global_batch, seq = global_batch or imported.global_batch, seq or imported.seq
-        precision = precision or imported.precision
+        precision, compiled = precision or imported.precision, compiled or imported.compiled
     if not wanted:
         raise StrategyError("predict needs a strategy", attempt="--strategy data=4,tensor=2, or `autoplan plan`")
 

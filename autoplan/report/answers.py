@@ -230,6 +230,7 @@ class Imported(Answer):
     global_batch: int | None
     precision: str | None
     seq: int | None
+    compiled: bool
     notes: list[str]
 
 

@@ -148,3 +148,60 @@ def test_torchtitan_runs_the_recipe(strategy: dict[str, Any], recompute: str, tm
     if wanted.pipeline > 1:
         assert len(parallel.module_fqns_per_model_part) == len(plan.stages)
     assert (config.activation_checkpoint is None) is (recompute == "none")
+
+
+def fields(*configurations: Any) -> list[str]:
+    """Names of the fields of dataclasses and of pydantic's models."""
+    found = [getattr(each, "model_fields", None) or each.__dataclass_fields__ for each in configurations]
+    return [name for names in found for name in names]
+
+
+def names_of_the_tools() -> list[tuple[str, str]]:
+    """(tool, a file of one setting), for every name of the tool's own that stands beside those that are read."""
+    from accelerate.commands.launch import launch_command_parser
+    from deepspeed.runtime.tensor_parallel.config import TPConfig, TPTrainingConfig
+    from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
+    from megatron.core.distributed import DistributedDataParallelConfig
+    from megatron.core.model_parallel_config import ModelParallelConfig
+    from megatron.core.optimizer import OptimizerConfig
+    from megatron.core.transformer import TransformerConfig
+    from torchtitan.config.configs import CompileConfig, ParallelismConfig, TrainingConfig
+    from transformers.distributed.configuration_utils import DistributedConfig
+
+    megatron = fields(ModelParallelConfig, TransformerConfig, DistributedDataParallelConfig, OptimizerConfig)
+    flags = [("megatron", f"--tensor-model-parallel-size 2 --{name.replace('_', '-')} 1") for name in megatron]
+    recipes = [
+        ("torchtitan", f"config.{section}.{name} = 1")
+        for section, kind in (
+            ("parallelism", ParallelismConfig),
+            ("training", TrainingConfig),
+            ("compile", CompileConfig),
+        )
+        for name in fields(kind)
+    ]
+    sections = {"zero_optimization": DeepSpeedZeroConfig, "tensor_parallel": TPTrainingConfig}
+    files = [
+        ("deepspeed", json.dumps({section: {name: 1}}))
+        for section, kind in (*sections.items(), ("tensor_parallel", TPConfig))
+        for name in fields(kind)
+    ]
+    options = [action.dest for action in launch_command_parser()._actions]
+    prefixes = {"fsdp_": "fsdp_config: ", "parallelism_config_": "parallelism_config: ", "dynamo_": "dynamo_config: "}
+    written = [
+        ("accelerate", f"{next((s for p, s in prefixes.items() if name.startswith(p)), '')}{{{name}: 1}}")
+        for name in options
+    ]
+    return [
+        *flags,
+        *recipes,
+        *files,
+        *written,
+        *(("transformers", json.dumps({n: 1})) for n in fields(DistributedConfig)),
+    ]
+
+
+def test_no_name_of_a_tools_own_is_taken_for_a_slip() -> None:
+    names = names_of_the_tools()
+    assert len(names) > 600
+    for name, text in names:
+        TARGETS[name].read(text)

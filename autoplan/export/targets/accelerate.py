@@ -12,11 +12,29 @@ from typing import Any
 import yaml
 
 from autoplan.errors import PlanFileError
+from autoplan.export.targets.settings import Settings, flattened
 from autoplan.export.targets.types import Exported, Imported, Losses, Target, header, nodes_and_each, recompute_of
 from autoplan.plan import Plan
 
 _PREFIX = "parallelism_config_"
 _WHERE = "the Accelerate configuration"
+_SECTIONS = ("parallelism_config", "fsdp_config", "deepspeed_config", "dynamo_config")
+_PRECISIONS = {"bf16": "bf16", "fp16": "fp16", "fp8": "fp8", "no": "fp32"}
+_OTHERS = (
+    "parallelism_config.parallelism_config_sp_size",
+    "fsdp_config.fsdp_activation_checkpointing_offload",
+)
+_OFFLOADS = ("fsdp_config.fsdp_offload_params", "fsdp_config.fsdp_activation_checkpointing_offload")
+# What says where ranks meet, and how a file of weights is written.
+_ASIDE = (
+    *("compute_environment", "machine_rank", "num_machines", "main_training_function", "main_process_ip"),
+    *("main_process_port", "rdzv_backend", "same_network", "gpu_ids", "debug", "enable_cpu_affinity"),
+    *(f"fsdp_config.fsdp_{name}" for name in ("version", "state_dict_type", "cpu_ram_efficient_loading")),
+    *(f"fsdp_config.fsdp_{name}" for name in ("auto_wrap_policy", "transformer_layer_cls_to_wrap")),
+    *(f"fsdp_config.fsdp_{name}" for name in ("use_orig_params", "sync_module_states")),
+    "downcast_bf16",
+    *(f"tpu_{name}" for name in ("env", "use_cluster", "use_sudo")),
+)
 
 
 def export(plan: Plan) -> Exported:
@@ -68,6 +86,8 @@ def export(plan: Plan) -> Exported:
     sizes = f"per-device batch size {strategy.micro_batch_size}"
     if strategy.micro_batches > 1:
         sizes += f"; Accelerator(gradient_accumulation_steps={strategy.micro_batches})"
+    if plan.compiled:
+        config["dynamo_config"] = {"dynamo_backend": "INDUCTOR"}
     comments = "".join(f"# {line}\n" for line in [*header(plan), sizes])
     return Exported(
         files={"accelerate.yaml": comments + yaml.safe_dump(config, sort_keys=False)},
@@ -79,53 +99,66 @@ def export(plan: Plan) -> Exported:
 def read(text: str) -> Imported:
     """The strategy of a configuration. Raises PlanFileError for what is no such YAML."""
     config = load_yaml(text, _WHERE)
-    degrees = config.get("parallelism_config") or {}
-    if not isinstance(degrees, dict):
-        raise PlanFileError("parallelism_config is no mapping", where=_WHERE)
+    for section in _SECTIONS:
+        if not isinstance(config.get(section) or {}, dict):
+            raise PlanFileError(f"{section} is no mapping", where=_WHERE)
+    given = {name: value for name, value in flattened(config) if value not in ({}, None, "none")}
+    settings = Settings(given, _WHERE, others=_OTHERS)
+    settings.aside(*_ASIDE, *(name for name in _OFFLOADS if given.get(name) is False))
 
-    def degree(name: str, default: int = 1) -> int:
-        value = degrees.get(f"{_PREFIX}{name}", default)
+    def degree(name: str) -> int:
+        value = settings.get(f"parallelism_config.{_PREFIX}{name}", 1)
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
             raise PlanFileError(f"{_PREFIX}{name} is {value!r}", where=_WHERE, legal="a number from 1")
         return value
 
-    gpus = config.get("num_processes")
+    gpus = settings.get("num_processes")
     gpus = gpus if isinstance(gpus, int) and not isinstance(gpus, bool) and gpus > 0 else None
     tensor, context = degree("tp_size"), degree("cp_size")
-    fsdp = config.get("fsdp_config") or {}
-    if not isinstance(fsdp, dict):
-        raise PlanFileError("fsdp_config is no mapping", where=_WHERE)
     data = degree("dp_replicate_size") * degree("dp_shard_size")
-    if not degrees and gpus:
+    if not config.get("parallelism_config") and gpus:
         data = gpus
     strategy: dict[str, Any] = {"data": data, "tensor": tensor, "context": context, "pipeline": 1, "expert": 1}
-    sharded = str(config.get("distributed_type")) == "FSDP"
-    strategy["zero_stage"] = _sharded_stage(fsdp) if sharded else 0
-    notes: list[str] = []
-    if str(config.get("distributed_type")) == "DEEPSPEED":
-        other = config.get("deepspeed_config") or {}
-        stage = other.get("zero_stage") if isinstance(other, dict) else None
-        if stage in (0, 1, 2, 3):
-            strategy["zero_stage"] = stage
-        else:
-            del strategy["zero_stage"]
-            notes.append("the ZeRO stage is in a DeepSpeed file of its own: import that")
-    strategy["recompute"] = "full" if fsdp.get("fsdp_activation_checkpointing") else "none"
-    precision = {"bf16": "bf16", "fp16": "fp16", "fp8": "fp8", "no": "fp32"}.get(
-        str(config.get("mixed_precision")).lower()
+    zero, notes = _zero_stage(settings)
+    strategy |= zero
+    recompute = settings.get("fsdp_config.fsdp_activation_checkpointing")
+    strategy["recompute"] = "full" if recompute else "none"
+    mixed = settings.get("mixed_precision")  # YAML reads a bare `no` as False
+    precision = _PRECISIONS.get("no" if mixed is False else str(mixed).lower())
+    return Imported(
+        strategy=strategy,
+        gpus=gpus,
+        precision=precision,
+        compiled=_is_compiled(settings),
+        notes=(*notes, *settings.not_priced()),
     )
-    if config.get("mixed_precision") is False:  # YAML reads a bare `no` so
-        precision = "fp32"
-    return Imported(strategy=strategy, gpus=gpus, precision=precision, notes=tuple(notes))
+
+
+def _zero_stage(settings: Settings) -> tuple[dict[str, int], list[str]]:
+    """The key of the strategy, where the file says it; else a note of where it stands."""
+    kind, others = str(settings.get("distributed_type")), settings.get("deepspeed_config.zero_stage")
+    sharded = _sharded_stage(settings)
+    if kind != "DEEPSPEED":
+        return {"zero_stage": sharded if kind == "FSDP" else 0}, []
+    if others in (0, 1, 2, 3):
+        return {"zero_stage": others}, []
+    settings.aside("deepspeed_config.deepspeed_config_file")
+    return {}, ["the ZeRO stage is in a DeepSpeed file of its own: import that"]
+
+
+def _is_compiled(settings: Settings) -> bool:
+    """Both ways that a file names the compiler of torch; "no" and "eager" compile nothing."""
+    named = [settings.get(name) for name in ("dynamo_config.dynamo_backend", "dynamo_backend")]
+    return any(isinstance(name, str) and name.lower() not in ("no", "eager") for name in named)
 
 
 # What FSDP 1 called what FSDP 2 says with fsdp_reshard_after_forward.
 _STRATEGIES = {"FULL_SHARD": 3, "SHARD_GRAD_OP": 2, "NO_SHARD": 0, "HYBRID_SHARD": 3, "HYBRID_SHARD_ZERO2": 2}
 
 
-def _sharded_stage(fsdp: dict[str, Any]) -> int:
-    reshard, named = fsdp.get("fsdp_reshard_after_forward", True), fsdp.get("fsdp_sharding_strategy")
-    for each in (named, reshard):
+def _sharded_stage(settings: Settings) -> int:
+    reshard = settings.get("fsdp_config.fsdp_reshard_after_forward", True)
+    for each in (settings.get("fsdp_config.fsdp_sharding_strategy"), reshard):
         if isinstance(each, str) and each.upper() in _STRATEGIES:
             return _STRATEGIES[each.upper()]
     return 3 if reshard else 2

@@ -10,8 +10,12 @@ import json
 from typing import Any
 
 from autoplan.errors import PlanFileError
+from autoplan.export.targets.settings import Settings, flattened
 from autoplan.export.targets.types import Exported, Imported, Losses, Target, layers_of, recompute_of, torchrun, uneven
 from autoplan.plan import Plan
+
+_WHERE = "the DeepSpeed configuration"
+_SECTIONS = ("zero_optimization", "tensor_parallel", "pipeline", "expert_parallel", "bf16", "fp16", "compile")
 
 
 def export(plan: Plan) -> Exported:
@@ -36,6 +40,7 @@ def export(plan: Plan) -> Exported:
     losses.note(
         strategy.sequence_parallel, "sequence parallelism of norms and dropout: those are computed on every rank"
     )
+    losses.note(plan.compiled, "torch.compile: call engine.compile() in your code")
     losses.note(policy != "none", f"recompute ({policy}): call deepspeed.checkpointing.checkpoint around your layers")
     config: dict[str, Any] = {
         "train_batch_size": strategy.global_batch,
@@ -68,65 +73,72 @@ def read(text: str) -> Imported:
     try:
         config = json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise PlanFileError(f"not JSON: {error}", where="the DeepSpeed configuration") from None
+        raise PlanFileError(f"not JSON: {error}", where=_WHERE) from None
     if not isinstance(config, dict):
-        raise PlanFileError(
-            "not an object", where="the DeepSpeed configuration", legal='{"train_batch_size": 256, ...}'
-        )
+        raise PlanFileError("not an object", where=_WHERE, legal='{"train_batch_size": 256, ...}')
 
-    def whole(section: dict[str, Any], key: str, default: int) -> int:
-        value = section.get(key, default)
+    settings = Settings(dict(flattened(config)), _WHERE)
+    for name in _SECTIONS:
+        if not isinstance(config.get(name, {}), dict):
+            raise PlanFileError(f"{name} is {config[name]!r}", where=_WHERE, legal="an object")
+
+    def whole(name: str, default: int) -> int:
+        value = settings.get(name, default)
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
             if value == "auto":
                 return default
-            raise PlanFileError(f"{key} is {value!r}", where="the DeepSpeed configuration", legal="a number from 1")
+            raise PlanFileError(f"{name} is {value!r}", where=_WHERE, legal="a number from 1")
         return value
 
-    tensor = whole(_section(config, "tensor_parallel"), "autotp_size", 1)
-    pipeline = whole(_section(config, "pipeline"), "stages", 1)
-    context = whole(config, "sequence_parallel_size", 1)
-    expert = whole(_section(config, "expert_parallel"), "autoep_size", 1)
+    def told(name: str) -> int | None:
+        """None where it is left to somebody else."""
+        return whole(name, 1) if settings.get(name) not in (None, "auto") else None
+
+    tensor, pipeline = whole("tensor_parallel.autotp_size", 1), whole("pipeline.stages", 1)
+    context, expert = whole("sequence_parallel_size", 1), whole("expert_parallel.autoep_size", 1)
     strategy: dict[str, Any] = {"tensor": tensor, "pipeline": pipeline, "context": context, "expert": expert}
-    micro, accumulated = (
-        whole(config, key, 1) if _is_number(config.get(key)) else None
-        for key in ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
-    )
-    batch = whole(config, "train_batch_size", 1) if _is_number(config.get("train_batch_size")) else None
+    micro, accumulated = told("train_micro_batch_size_per_gpu"), told("gradient_accumulation_steps")
+    batch = told("train_batch_size")
     if micro is not None:
         strategy["micro_batch_size"] = micro
-    zero = _section(config, "zero_optimization")
-    stage = zero.get("stage", 0)
-    if isinstance(stage, bool) or not isinstance(stage, int) or stage not in (0, 1, 2, 3):
-        raise PlanFileError(f"stage is {stage!r}", where="the DeepSpeed configuration", legal="0, 1, 2 or 3")
-    strategy["zero_stage"] = stage
-    notes = []
-    if "offload_optimizer" in zero or "offload_param" in zero:
-        notes.append("offload to the host is not priced")
+    strategy["zero_stage"] = _zero_stage(settings)
+    settings.aside("expert_parallel.enabled", "zero_optimization.stage3_gather_16bit_weights_on_model_save")
+    if config.get("zero_optimization", {}).get("overlap_comm") is True:
+        settings.aside("zero_optimization.overlap_comm")  # as it is priced
+    notes = ["offload to the host is not priced"] if _offloads(settings) else []
     gpus = None
     if batch is not None and micro is not None and accumulated is not None:
         if batch % (micro * accumulated):
             raise PlanFileError(
                 f"train_batch_size {batch} is no multiple of {micro} x {accumulated} (micro-batch x accumulation)",
-                where="the DeepSpeed configuration",
+                where=_WHERE,
             )
         strategy["data"] = batch // (micro * accumulated)
         gpus = strategy["data"] * tensor * pipeline * context
     elif micro is None or batch is None:
         notes.append("batch sizes that the file leaves out, or to `auto`, are what the GPUs and the launcher make them")
-    precision = next((name for name in ("bf16", "fp16") if _section(config, name).get("enabled") is True), None)
-    return Imported(strategy=strategy, gpus=gpus, global_batch=batch, precision=precision, notes=tuple(notes))
+    enabled = {name: settings.get(f"{name}.enabled") is True for name in ("bf16", "fp16")}
+    compiled = [settings.get(f"compile.{name}") is True for name in ("deepcompile", "enabled")]
+    return Imported(
+        strategy=strategy,
+        gpus=gpus,
+        global_batch=batch,
+        precision=next((name for name, is_on in enabled.items() if is_on), None),
+        compiled=any(compiled),
+        notes=(*notes, *settings.not_priced()),
+    )
 
 
-def _is_number(value: Any) -> bool:
-    """Whether a setting is there and is left to nobody else."""
-    return value is not None and value != "auto"
+def _offloads(settings: Settings) -> bool:
+    found = [settings.within(f"zero_optimization.offload_{what}") for what in ("optimizer", "param")]
+    return any(part and next((v for k, v in part.items() if k.endswith(".device")), "cpu") != "none" for part in found)
 
 
-def _section(config: dict[str, Any], name: str) -> dict[str, Any]:
-    value = config.get(name, {})
-    if not isinstance(value, dict):
-        raise PlanFileError(f"{name} is {value!r}", where="the DeepSpeed configuration", legal="an object")
-    return value
+def _zero_stage(settings: Settings) -> int:
+    stage = settings.get("zero_optimization.stage", 0)
+    if isinstance(stage, bool) or not isinstance(stage, int) or stage not in (0, 1, 2, 3):
+        raise PlanFileError(f"stage is {stage!r}", where=_WHERE, legal="0, 1, 2 or 3")
+    return stage
 
 
 TARGET = Target(name="deepspeed", releases=("0.19",), export=export, read=read)

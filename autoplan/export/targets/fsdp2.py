@@ -6,6 +6,7 @@ import ast
 from typing import Any
 
 from autoplan.errors import PlanFileError
+from autoplan.export.targets.settings import Settings
 from autoplan.export.targets.types import Exported, Imported, Losses, Target, header, recompute_of, torchrun
 from autoplan.plan import Plan
 
@@ -41,6 +42,7 @@ MICRO_BATCH_SIZE = {strategy.micro_batch_size}
 MICRO_BATCHES = {strategy.micro_batches}
 RECOMPUTE = {policy != "none"}
 PRECISION = "{plan.precision}"
+COMPILED = {plan.compiled}
 
 
 def blocks(model: nn.Module) -> list[tuple[nn.Module, str]]:
@@ -55,6 +57,9 @@ def parallelize(model: nn.Module, device: str = "cuda") -> nn.Module:
     if RECOMPUTE:
         for owner, name in blocks(model):
             setattr(owner, name, checkpoint_wrapper(getattr(owner, name)))
+    if COMPILED:
+        for owner, name in blocks(model):
+            getattr(owner, name).compile()
     if not ZERO_STAGE:
         return DistributedDataParallel(model, device_mesh=mesh)
     dtype = {{"bf16": torch.bfloat16, "fp16": torch.float16}}.get(PRECISION)
@@ -87,6 +92,10 @@ def read(text: str) -> Imported:
             where=_WHERE,
             legal="a parallelize.py that `autoplan export --to fsdp2` wrote",
         )
+    settings = Settings(found, _WHERE)
+    for name in _CONSTANTS:
+        settings.get(name)
+    compiled = settings.get("COMPILED") is True  # earlier files have none
     strategy = {
         "data": found["DATA"],
         "tensor": 1,
@@ -98,7 +107,14 @@ def read(text: str) -> Imported:
         "recompute": "full" if found["RECOMPUTE"] else "none",
     }
     batch = found["DATA"] * found["MICRO_BATCH_SIZE"] * found["MICRO_BATCHES"]
-    return Imported(strategy=strategy, gpus=found["DATA"], global_batch=batch, precision=found["PRECISION"])
+    return Imported(
+        strategy=strategy,
+        gpus=found["DATA"],
+        global_batch=batch,
+        precision=found["PRECISION"],
+        compiled=compiled,
+        notes=settings.not_priced(),
+    )
 
 
 TARGET = Target(name="fsdp2", releases=("torch 2.13",), export=export, read=read)

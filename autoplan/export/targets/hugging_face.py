@@ -9,6 +9,7 @@ import json
 from typing import Any
 
 from autoplan.errors import PlanFileError
+from autoplan.export.targets.settings import Settings, flattened
 from autoplan.export.targets.types import Exported, Imported, Losses, Target, header, recompute_of, torchrun
 from autoplan.plan import Plan
 
@@ -58,6 +59,7 @@ def export(plan: Plan) -> Exported:
         '    settings = json.loads(Path(__file__).with_name("distributed_config.json").read_text())',
         "    model = AutoModelForCausalLM.from_pretrained(name, distributed_config=DistributedConfig(**settings))",
         *(["    model.gradient_checkpointing_enable()"] if policy != "none" else []),
+        *(["    model.compile()"] if plan.compiled else []),
         "    return model",
         "",
     ]
@@ -76,9 +78,10 @@ def read(text: str) -> Imported:
         raise PlanFileError(f"not JSON: {error}", where=_WHERE) from None
     if not isinstance(config, dict):
         raise PlanFileError("not an object", where=_WHERE, legal='{"tp_size": 2, "fsdp_size": 4, ...}')
+    settings = Settings(dict(flattened(config)), _WHERE)
 
     def size(name: str) -> int:
-        value = config.get(name)
+        value = settings.get(name)
         if value is None:
             return 1
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
@@ -93,7 +96,8 @@ def read(text: str) -> Imported:
         "context": 1,
         "zero_stage": 3 if size("fsdp_size") > 1 else 0,
     }
-    return Imported(strategy=strategy, gpus=strategy["data"] * strategy["tensor"] * strategy["pipeline"])
+    gpus = strategy["data"] * strategy["tensor"] * strategy["pipeline"]
+    return Imported(strategy=strategy, gpus=gpus, notes=settings.not_priced())
 
 
 TARGET = Target(name="transformers", releases=("5.24",), export=export, read=read)

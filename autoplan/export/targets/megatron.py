@@ -13,6 +13,7 @@ import shlex
 from typing import Any
 
 from autoplan.errors import PlanFileError
+from autoplan.export.targets.settings import Settings
 from autoplan.export.targets.types import (
     Exported,
     Imported,
@@ -33,6 +34,14 @@ _PRECISION = {
     "fp8": "--bf16 --fp8-format hybrid",
     "mxfp8": "--bf16 --fp8-format e4m3 --fp8-recipe mxfp8",
 }
+_FORMATS = {"fp8": "fp8-format", "bf16": "bf16", "fp16": "fp16"}  # flag by precision, the narrowest first
+_OTHERS = ("--fp4-format", "--fp4-recipe", "--virtual-pipeline-model-parallel-size")
+# Where ranks meet; how a whole layer is recomputed; overlap, as it is priced.
+_ASIDE = (
+    *(f"--{name}" for name in ("node-rank", "master-addr", "master-port", "rdzv-backend", "rdzv-endpoint", "rdzv-id")),
+    *(f"--{name}" for name in ("recompute-method", "recompute-num-layers")),
+    *(f"--{name}" for name in ("overlap-grad-reduce", "overlap-param-gather")),
+)
 
 
 def export(plan: Plan) -> Exported:
@@ -64,6 +73,7 @@ def export(plan: Plan) -> Exported:
         "plan with --strategy zero_stage=1",
     )
     losses.note(strategy.schedule == "gpipe", "GPipe: Megatron runs 1F1B, which holds fewer micro-batches at once")
+    losses.note(plan.compiled, "torch.compile: Megatron fuses what it has kernels for")
     losses.note(strategy.schedule == "zero_bubble", "zero-bubble: released Megatron runs 1F1B or interleaved 1F1B")
     body = " \\\n    ".join([torchrun(plan, "pretrain_gpt.py"), *flags, '"${MODEL_FLAGS[@]}"'])
     comments = "".join(f"# {line}\n" for line in header(plan))
@@ -97,14 +107,15 @@ def _recompute(plan: Plan, losses: Losses) -> list[str]:
 
 def read(text: str) -> Imported:
     """The strategy of a launch script's (or argument file's) flags. Raises PlanFileError for flags without sense."""
-    flags = _flags(text)
+    flags = Settings(_flags(text), "the Megatron-LM flags", others=_OTHERS)
+    flags.aside(*_ASIDE)
 
     def whole(name: str, default: int) -> int:
         value = flags.get(name)
         if value is None:
             return default
         if not re.fullmatch(r"[1-9]\d*", value):
-            raise PlanFileError(f"{name} is {value!r}", where="the Megatron-LM flags", legal="a whole number from 1")
+            raise PlanFileError(f"{name} is {value!r}", where=flags.where, legal="a whole number from 1")
         return int(value)
 
     tensor, pipeline = whole("--tensor-model-parallel-size", 1), whole("--pipeline-model-parallel-size", 1)
@@ -128,14 +139,15 @@ def read(text: str) -> Imported:
     strategy |= {"virtual_stages": virtual, "schedule": "interleaved" if virtual > 1 else "1f1b"}
     strategy["zero_stage"] = _zero_stage(flags)
     strategy["recompute"] = _policy(flags)
-    precision = (
-        "fp8" if "--fp8-format" in flags else "bf16" if "--bf16" in flags else "fp16" if "--fp16" in flags else None
-    )
+    asked = {name: f"--{flag}" in flags for name, flag in _FORMATS.items()}
+    precision = next((name for name, is_there in asked.items() if is_there), None)
     if flags.get("--fp8-recipe") == "mxfp8":
         precision = "mxfp8"
     batch = whole("--global-batch-size", 0) if "--global-batch-size" in flags else None
     seq = whole("--seq-length", 0) if "--seq-length" in flags else None
-    return Imported(strategy=strategy, gpus=gpus, global_batch=batch, precision=precision, seq=seq)
+    return Imported(
+        strategy=strategy, gpus=gpus, global_batch=batch, precision=precision, seq=seq, notes=flags.not_priced()
+    )
 
 
 def _flags(text: str) -> dict[str, str]:
@@ -172,17 +184,21 @@ def _with_variables(text: str) -> str:
     return re.sub(r"\$\{(\w+)(?::-(\w+))?\}|\$([A-Za-z_]\w*)", value, text)
 
 
-def _zero_stage(flags: dict[str, str]) -> int:
-    if "--use-megatron-fsdp" in flags or "--use-torch-fsdp2" in flags:
-        kind = flags.get("--data-parallel-sharding-strategy", "optim_grads_params")
+def _zero_stage(flags: Settings) -> int:
+    kind = flags.get("--data-parallel-sharding-strategy", "optim_grads_params")
+    own, torchs, distributed = (
+        f"--use-{name}" in flags for name in ("megatron-fsdp", "torch-fsdp2", "distributed-optimizer")
+    )
+    if own or torchs:
         return {"no_shard": 0, "optim": 1, "optim_grads": 2}.get(kind, 3)
-    return 1 if "--use-distributed-optimizer" in flags else 0
+    return int(distributed)
 
 
-def _policy(flags: dict[str, str]) -> str:
-    if "--recompute-activations" in flags or flags.get("--recompute-granularity") == "selective":
+def _policy(flags: Settings) -> str:
+    granularity = flags.get("--recompute-granularity")
+    if "--recompute-activations" in flags or granularity == "selective":
         return "selective"
-    return "full" if flags.get("--recompute-granularity") == "full" else "none"
+    return "full" if granularity == "full" else "none"
 
 
 TARGET = Target(name="megatron", releases=("core 0.16",), export=export, read=read)

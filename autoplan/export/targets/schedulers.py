@@ -12,10 +12,20 @@ import yaml
 
 from autoplan.errors import PlanFileError
 from autoplan.export.targets.accelerate import load_yaml
-from autoplan.export.targets.types import Exported, Imported, Target, header, nodes_and_each, strategy_text
+from autoplan.export.targets.settings import Settings
+from autoplan.export.targets.types import (
+    STRATEGY_KEYS,
+    Exported,
+    Imported,
+    Target,
+    header,
+    nodes_and_each,
+    strategy_text,
+)
 from autoplan.plan import Plan
 
 _ANNOTATION = "autoplan/strategy"
+_SLURM = "the Slurm script"
 
 
 def slurm(plan: Plan) -> Exported:
@@ -92,7 +102,7 @@ def kubernetes(plan: Plan) -> Exported:
 def read_slurm(text: str) -> Imported:
     """The strategy that the script's comment names. Raises PlanFileError where it names none."""
     nodes, each = (_number(text, rf"#SBATCH --{name}=(\d+)") for name in ("nodes", "gpus-per-node"))
-    return _imported(_found(text, r"# autoplan strategy: (\S+)", "the Slurm script"), nodes * each)
+    return _imported(_found(text, r"# autoplan strategy: (\S+)", _SLURM), nodes * each, _SLURM)
 
 
 def read_kubernetes(text: str) -> Imported:
@@ -111,16 +121,19 @@ def read_kubernetes(text: str) -> Imported:
         raise PlanFileError(
             f"no Job with the annotation {_ANNOTATION}", where=where, attempt="`autoplan export --to kubernetes`"
         ) from None
-    return _imported(strategy, gpus)
+    return _imported(strategy, gpus, where)
 
 
-def _imported(text: str, gpus: int) -> Imported:
+def _imported(text: str, gpus: int, where: str) -> Imported:
     values = dict(part.split("=", 1) for part in text.split(",") if "=" in part)
     strategy: dict[str, Any] = {
         key: int(value) if value.isdigit() else value == "true" if value in ("true", "false") else value
         for key, value in values.items()
     }
-    return Imported(strategy=strategy, gpus=gpus)
+    settings = Settings(strategy, where)
+    for key in (*STRATEGY_KEYS, "recompute"):
+        settings.get(key)
+    return Imported(strategy=strategy, gpus=gpus, notes=settings.not_priced())
 
 
 def _found(text: str, pattern: str, where: str) -> str:
@@ -133,7 +146,7 @@ def _found(text: str, pattern: str, where: str) -> str:
 
 
 def _number(text: str, pattern: str) -> int:
-    return int(_found(text, pattern, "the Slurm script"))
+    return int(_found(text, pattern, _SLURM))
 
 
 SLURM = Target(name="slurm", releases=("any",), export=slurm, read=read_slurm)

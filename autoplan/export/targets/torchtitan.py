@@ -13,6 +13,7 @@ import tomllib
 from typing import Any
 
 from autoplan.errors import PlanFileError
+from autoplan.export.targets.settings import Settings, flattened
 from autoplan.export.targets.types import Exported, Imported, Losses, Target, header, nodes_and_each, recompute_of
 from autoplan.plan import Plan
 
@@ -29,6 +30,9 @@ _SCHEDULES = {
     "zero_bubble": "InterleavedZeroBubble",
 }
 _RECOMPUTE = {"none": "None", "full": "FullAC.Config()", "selective": "SelectiveAC.Config()"}
+
+_WHERE = "the torchtitan recipe"
+_OTHERS = ("parallelism.pipeline_parallel_schedule_csv",)
 
 
 def export(plan: Plan) -> Exported:
@@ -63,6 +67,8 @@ def export(plan: Plan) -> Exported:
         settings["parallelism.module_fqns_per_model_part"] = _parts(plan)
     elif strategy.micro_batches > 1:
         settings["training.local_batch_size"] = strategy.micro_batch_size  # it accumulates up to the global batch
+    if plan.compiled:
+        settings["compile.enable"] = True
     lines = [f"    config.{key} = {_literal(value)}" for key, value in settings.items()]
     lines.append(f"    config.activation_checkpoint = {_RECOMPUTE[policy]}")
     imports = [f"from {module} import {function}", "from torchtitan.trainer import Trainer"]
@@ -106,11 +112,12 @@ def _literal(value: Any) -> str:
 def read(text: str) -> Imported:
     """The strategy of a recipe's assignments to ``config``. Raises PlanFileError for what is no Python."""
     found = _settings(text)
+    found.aside("model.name", "model.flavor", "activation_checkpoint.mode")
 
     def whole(key: str, default: int) -> int:
         value = found.get(key, default)
         if not isinstance(value, int) or (value < 1 and key != "parallelism.data_parallel_shard_degree"):
-            raise PlanFileError(f"config.{key} is {value!r}", where="the torchtitan recipe", legal="a number from 1")
+            raise PlanFileError(f"config.{key} is {value!r}", where=_WHERE, legal="a number from 1")
         return value
 
     replicate = whole("parallelism.data_parallel_replicate_degree", 1)
@@ -137,12 +144,12 @@ def read(text: str) -> Imported:
     names = {written: ours for ours, written in _SCHEDULES.items()}
     schedule = str(found.get("parallelism.pipeline_parallel_schedule", "1F1B"))
     parts = found.get("parallelism.module_fqns_per_model_part")
+    size = whole("parallelism.pipeline_parallel_microbatch_size", 1)
     if pipeline > 1:
         strategy["schedule"] = names.get(schedule, "1f1b")
         strategy["virtual_stages"] = max(1, len(parts) // pipeline) if isinstance(parts, list) else 1
     local = whole("training.local_batch_size", 1)
-    size = "parallelism.pipeline_parallel_microbatch_size"
-    strategy["micro_batch_size"] = whole(size, 1) if pipeline > 1 else local
+    strategy["micro_batch_size"] = size if pipeline > 1 else local
     strategy["recompute"] = {"FullAC": "full", "SelectiveAC": "selective"}.get(
         str(found.get("activation_checkpoint")), "none"
     )
@@ -152,33 +159,37 @@ def read(text: str) -> Imported:
         strategy=strategy,
         global_batch=batch if isinstance(batch, int) and batch > 0 else None,
         seq=seq if isinstance(seq, int) else None,
-        notes=tuple(notes),
+        compiled=_is_compiled(found),
+        notes=(*notes, *found.not_priced()),
     )
 
 
-def _settings(text: str) -> dict[str, Any]:
+def _is_compiled(found: Settings) -> bool:
+    components = found.get("compile.components", ["model"])
+    enabled = found.get("compile.enable", found.get("training.compile", False))
+    return enabled is True and isinstance(components, list) and "model" in components
+
+
+def _settings(text: str) -> Settings:
     """The settings of a recipe, or of the TOML file of an earlier release, by the recipe's names."""
     try:
         sections = tomllib.loads(text)
     except tomllib.TOMLDecodeError:
         sections = {}
     if not isinstance(sections.get("training", sections.get("parallelism")), dict):
-        return _assignments(text)
-    found = {
-        f"{name}.{key}": value
-        for name, part in sections.items()
-        if isinstance(part, dict)
-        for key, value in part.items()
-    }
-    for key, value in list(found.items()):  # degrees stood in [training] and [experimental] once
-        name = key.partition(".")[2]
+        return Settings(_assignments(text), _WHERE, others=_OTHERS)
+    found = dict(flattened(sections))
+    for key in list(found):  # degrees stood in [training] and [experimental] once
+        section, _, name = key.partition(".")
+        if section not in ("training", "experimental"):
+            continue
         if name.endswith("_parallel_degree") or name.startswith(("data_parallel_", "pipeline_parallel_")):
-            found[f"parallelism.{name}"] = value
+            found[f"parallelism.{name}"] = found.pop(key)
     if "training.batch_size" in found:
-        found.setdefault("training.local_batch_size", found["training.batch_size"])
+        found.setdefault("training.local_batch_size", found.pop("training.batch_size"))
     mode = str(found.get("activation_checkpoint.mode", "none"))
     found["activation_checkpoint"] = {"full": "FullAC", "selective": "SelectiveAC"}.get(mode, "None")
-    return found
+    return Settings(found, _WHERE, others=_OTHERS)
 
 
 def _assignments(text: str) -> dict[str, Any]:
@@ -186,7 +197,7 @@ def _assignments(text: str) -> dict[str, Any]:
     try:
         tree = ast.parse(text)
     except SyntaxError as error:
-        raise PlanFileError(f"not Python: {error.msg}", where=f"the torchtitan recipe, line {error.lineno}") from None
+        raise PlanFileError(f"not Python: {error.msg}", where=f"{_WHERE}, line {error.lineno}") from None
     found: dict[str, Any] = {}
     for node in ast.walk(tree):
         if not isinstance(node, ast.Assign) or not isinstance(node.targets[0], ast.Attribute):
@@ -199,7 +210,7 @@ def _assignments(text: str) -> dict[str, Any]:
     if not found:
         raise PlanFileError(
             "nothing is assigned to a configuration here",
-            where="the torchtitan recipe",
+            where=_WHERE,
             legal="config.parallelism.tensor_parallel_degree = 2, and the like",
         )
     return found

@@ -22,13 +22,15 @@ class Exported:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Imported:
-    """``strategy``: keys of ``--strategy``. ``gpus``: processes, None where the file does not say."""
+    """``strategy``: keys of ``--strategy``. ``gpus``: processes, None where the file does not say. ``compiled``: under
+    torch.compile."""
 
     strategy: dict[str, Any]
     gpus: int | None = None
     global_batch: int | None = None
     precision: str | None = None
     seq: int | None = None
+    compiled: bool = False
     notes: tuple[str, ...] = ()
 
 
