@@ -148,15 +148,20 @@ class AskedModel:
 
 def problem_of(traced: Traced, cluster: Cluster, wish: Wish) -> Problem:
     """The question to the search about a model that was traced."""
+    from autoplan.layers import checkpointing_words, without_checkpointing
     from autoplan.search import Problem
     from autoplan.sharding import Shardings
 
     _check_precision(traced.precision, cluster)
-    captured = traced.capture
+    captured, forced = traced.capture, wish.forced()
+    layers, said = traced.layers, checkpointing_words(traced.capture, traced.layers)
+    if said and "recompute" in forced:
+        layers = without_checkpointing(layers)
+        said = (f"recompute {forced['recompute']}, as asked, in place of the model's own activation checkpointing",)
 
-    shardings = Shardings(captured, traced.layers, cluster)
+    shardings = Shardings(captured, layers, cluster)
     return Problem(
-        layers=traced.layers,
+        layers=layers,
         tensor_kinds=shardings.kinds,
         sequence_kinds=functools.partial(shardings.kinds, sequence=True),
         sequence_edges=functools.partial(shardings.edges, sequence=True),
@@ -165,10 +170,10 @@ def problem_of(traced: Traced, cluster: Cluster, wish: Wish) -> Problem:
         precision=traced.precision,
         optimizer=wish.optimizer,
         compiled=wish.compiled,
-        forced=wish.forced(),
+        forced=forced,
         batch_coupling="; ".join(f"{c.operator} at {c.where}: {c.reason}" for c in captured.couplings),
         fixed_micro_batch=None if captured.dynamic_batch else captured.batch_size,
-        assumptions=(*cluster.assumptions, *traced.assumptions),
+        assumptions=(*cluster.assumptions, *traced.assumptions, *said),
     )
 
 

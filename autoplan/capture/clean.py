@@ -7,7 +7,8 @@ Before and after, for ``loss_fn`` given::
     wrap_with_set_grad_enabled(False, submodule, x)        detach(x); the submodule's nodes
     output (loss,)                                         output loss
 
-Nodes keep ``val``, ``nn_module_stack`` (paths as the user's named_modules gives them) and ``stack_trace``. In-place
+Nodes keep ``val``, ``nn_module_stack`` (paths as the user's named_modules gives them), ``stack_trace`` and, where the
+model recomputes them itself, ``checkpointed``. In-place
 operators and random ones stay, dead or not: they change buffers, and the order of random numbers.
 """
 
@@ -24,6 +25,7 @@ from torch.fx import Graph, GraphModule, Node
 from torch.fx._lazy_graph_module import _LazyGraphModule
 from torch.fx.graph import CodeGen
 
+from autoplan.capture import checkpointing
 from autoplan.capture.blocks import inline_blocks
 from autoplan.capture.folding import Folding
 from autoplan.capture.trace import LOSS_PREFIX, MODEL_PREFIX
@@ -217,6 +219,8 @@ def _make_metas_plain(graph: Graph, names: Names, root_class: str) -> None:
     stacks: dict[tuple[Any, ...], dict[str, Any]] = {}
     for node in graph.nodes:
         plain = {key: node.meta[key] for key in _KEPT_META if key in node.meta}
+        if line := checkpointing.line_of(node):
+            plain[checkpointing.META] = line
         if "nn_module_stack" in plain:
             given = tuple(plain["nn_module_stack"].items())
             if given not in stacks:

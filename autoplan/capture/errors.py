@@ -20,6 +20,7 @@ from autoplan.errors import CaptureError
 
 _TORCH = os.path.dirname(os.path.abspath(torch.__file__)) + os.sep
 _HERE = os.path.dirname(os.path.abspath(__file__)) + os.sep
+_CALL = _HERE + "trace.py"  # calls the model
 _PYTHON = os.path.abspath(sysconfig.get_paths()["stdlib"]) + os.sep
 _PACKAGES = tuple(
     {os.path.abspath(sysconfig.get_paths()[key]) + os.sep for key in ("purelib", "platlib")},
@@ -59,8 +60,10 @@ def describe(frame: traceback.FrameSummary) -> str:
 
 
 def current_line() -> str:
-    """The user's line that is running now, for hooks inside torch's functions."""
-    frame = user_frame(traceback.extract_stack()[:-1])
+    """The user's line that is running now, for hooks inside torch's functions: of the forward, not of its callers."""
+    frames = traceback.extract_stack()[:-1]
+    calls = [index for index, frame in enumerate(frames) if frame.filename == _CALL]
+    frame = user_frame(frames[calls[-1] :] if calls else frames)
     return describe(frame) if frame else "unknown line"
 
 

@@ -23,14 +23,15 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 from dataclasses import dataclass, field
+from types import MethodType
 from typing import Any
-from unittest import mock
 
 import torch
 from torch import SymInt, Tensor, nn
 from torch.utils import _pytree as pytree
 
 from autoplan.capture.alike import Alike, Index, Member, Unalike, is_constant
+from autoplan.capture.checkpointing import region
 from autoplan.capture.unchanged import Attributes, hollow
 
 _PLACE = "_autoplan_place"
@@ -211,14 +212,13 @@ def folded(alike: Alike, *, spare: int) -> Iterator[Folding]:
     """
     insides = [[*member.module.modules()] for member in alike.members]
     folding = Folding(alike=alike, hollow=_hollow(alike, spare), insides=insides)
-    classes = {type(member.module) for member in folding.alike.members}
     with contextlib.ExitStack() as stack:
         for place, member in enumerate(folding.alike.members):
             _set(stack, member.module, _PLACE, place)
+            # the module's own: a class may ask whether its forward is still the one that it made (checkpointing layers)
+            _set(stack, member.module, "forward", MethodType(_intercepted(type(member.module).forward), member.module))
         for module, name in folding.alike.counters:
             _set(stack, module, name, Index(folding.refuse))
-        for kind in classes:
-            stack.enter_context(mock.patch.object(kind, "forward", _intercepted(kind.forward)))
         token = _ACTIVE.set(folding)
         stack.callback(_ACTIVE.reset, token)
         yield folding
@@ -280,7 +280,8 @@ def _describe(leaves: list[Any]) -> tuple[list[Tensor], tuple[Any, ...] | None]:
 def _modes() -> tuple[Any, ...]:
     """What of the surroundings a block's operators may depend on."""
     kinds = ("cpu", "cuda")
-    return tuple((torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in kinds)
+    cast = ((torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in kinds)
+    return (region(), *cast)
 
 
 def layout(tensor: Tensor) -> tuple[Any, ...]:

@@ -2,9 +2,8 @@
 
 ``untouched`` puts back every module's attributes, parameters, buffers and hooks, and the random states, whatever the
 forward did to them under trace. ``watched`` and ``ForeignTensors`` see what torch.export inlines without a word: an
-own autograd.Function, whose backward would be lost (a straight-through estimator's gradient becomes 0); a trainable
-tensor that the model does not own (a module in a plain list, a parameter in a closure), which would become a constant;
-and activation checkpointing, which the planner decides anew.
+own autograd.Function, whose backward would be lost (a straight-through estimator's gradient becomes 0); and a trainable
+tensor that the model does not own (a module in a plain list, a parameter in a closure), which would become a constant.
 """
 
 from __future__ import annotations
@@ -17,7 +16,6 @@ from typing import Any
 from unittest import mock
 
 import torch
-import torch.utils.checkpoint
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.overrides import TorchFunctionMode
@@ -118,28 +116,18 @@ def _restore_random_states(states: tuple[Any, ...]) -> None:
 
 
 @contextmanager
-def watched(notes: list[str]) -> Iterator[list[CaptureError]]:
+def watched() -> Iterator[list[CaptureError]]:
     """Yields a list that fills with refusals while the forward is traced; the first is the one to raise."""
     refusals: list[CaptureError] = []
     original = torch.autograd.Function.__dict__["apply"].__func__
-    checkpoint = torch.utils.checkpoint._checkpoint_without_reentrant_generator
 
     def apply(cls: type, *args: Any, **kwargs: Any) -> Any:
-        if cls.__name__ == "CheckpointFunction":
-            _note_checkpoint(notes)
-        elif cls.__module__.partition(".")[0] != "torch" and any(isinstance(arg, Tensor) for arg in args):
+        if cls.__module__.partition(".")[0] != "torch" and any(isinstance(arg, Tensor) for arg in args):
             refusals.append(_custom_function(cls))
             raise refusals[-1]
         return original(cls, *args, **kwargs)
 
-    def note(*args: Any, **kwargs: Any) -> Any:
-        _note_checkpoint(notes)
-        return checkpoint(*args, **kwargs)
-
-    with (
-        mock.patch.object(torch.autograd.Function, "apply", classmethod(apply)),
-        mock.patch.object(torch.utils.checkpoint, "_checkpoint_without_reentrant_generator", note),
-    ):
+    with mock.patch.object(torch.autograd.Function, "apply", classmethod(apply)):
         yield refusals
 
 
@@ -176,13 +164,6 @@ def _foreign_tensor(tensor: Tensor) -> CaptureError:
         attempt="register it: nn.ModuleList instead of a list, self.weight instead of a variable outside, an nn.Module "
         "as loss_fn for its own parameters; or .detach() it",
     )
-
-
-def _note_checkpoint(notes: list[str]) -> None:
-    note = f"activation checkpointing at {current_line()} is not kept: autoplan chooses what to recompute"
-    note += " (strategy recompute=full recomputes every layer)"
-    if note not in notes:
-        notes.append(note)
 
 
 def _custom_function(cls: type) -> CaptureError:

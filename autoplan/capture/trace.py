@@ -25,6 +25,7 @@ from autoplan.capture import batch as batches
 from autoplan.capture import huggingface
 from autoplan.capture.autocast import cast_in_trace
 from autoplan.capture.batch_paths import one_path
+from autoplan.capture.checkpointing import marked_regions
 from autoplan.capture.errors import trace_failure
 from autoplan.capture.folding import Folding
 from autoplan.capture.guard import ForeignTensors, untouched, watched
@@ -93,7 +94,8 @@ def trace(
         contextlib.nullcontext() if folding is None else folding.hollowed(),
         untouched(wrapper) as changes,
         huggingface.prepared(model, arguments, notes),
-        watched(notes) as refusals,
+        watched() as refusals,
+        marked_regions(notes),
         cast_in_trace("meta" if shadow else _device_type(model), device, notes),
         _on_meta(wrapper, dtype) if shadow else contextlib.nullcontext(),
         torch.device("meta") if shadow else contextlib.nullcontext(),

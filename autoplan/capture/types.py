@@ -59,7 +59,8 @@ class Capture:
 
     ``graph_module``: placeholders are the batch's tensors in the order of ``inputs``; parameters and buffers are
     get_attr nodes and the very objects of the user's model under the user's names; it returns the scalar loss. Each
-    node keeps ``meta["val"]``, ``meta["nn_module_stack"]`` and ``meta["stack_trace"]``.
+    node keeps ``meta["val"]``, ``meta["nn_module_stack"]`` and ``meta["stack_trace"]``, and one that the model itself
+    recomputes ``meta["checkpointed"]``, the line that asks for it.
     ``tied``: groups of names that are one Parameter, the first of each is the one that counts.
     ``batch_size``: of the example. ``dynamic_batch``: the graph runs at any batch, else only at ``batch_size``.
     ``couplings`` empty: the batch may be split over data ranks and micro-batches.

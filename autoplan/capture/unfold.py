@@ -24,6 +24,7 @@ from torch.fx import Graph, GraphModule, Node
 from torch.fx.node import map_arg
 
 from autoplan.capture.alike import Unalike
+from autoplan.capture.checkpointing import line_of
 from autoplan.capture.folding import BLOCK, BLOCK_OF_ONE, ENTER, LEAVE, Folding, layout
 
 
@@ -151,7 +152,8 @@ def _form(example: _Example) -> list[Any]:
             raise Unalike(f"{node.name} is read outside of {example.path}, which does not return it")
         arguments = _text(node.args, refer), _text(node.kwargs, refer)
         stack = _moved_stack(node.meta.get("nn_module_stack") or {}, example.path, "")
-        lines.append((node.target, arguments, _value(node.meta.get("val")), stack, node.meta.get("stack_trace")))
+        said = node.meta.get("stack_trace"), line_of(node)
+        lines.append((node.target, arguments, _value(node.meta.get("val")), stack, *said))
     lines.append([refer(node) for node in example.outputs])
     if any(where != "inner" for where, _ in lines[-1]):
         raise Unalike(f"{example.path} returns what it did not make")

@@ -1,6 +1,7 @@
 """Layers: a captured graph as a chain (or DAG) of layers with costs, repeated ones folded into kinds."""
 
 from autoplan.layers.build import build_layers
+from autoplan.layers.checkpointing import checkpointing_words, without_checkpointing
 from autoplan.layers.facts import Facts, gather_facts
 from autoplan.layers.types import (
     Attention,
@@ -26,5 +27,7 @@ __all__ = [
     "Operator",
     "Parameter",
     "build_layers",
+    "checkpointing_words",
     "gather_facts",
+    "without_checkpointing",
 ]

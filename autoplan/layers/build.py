@@ -16,6 +16,7 @@ from torch.fx import Node
 
 from autoplan.capture.shapes import batch_symbol, bytes_at
 from autoplan.capture.types import Capture
+from autoplan.layers.checkpointing import is_checkpointed
 from autoplan.layers.experts import is_expert
 from autoplan.layers.facts import Facts, gather_facts, tensors
 from autoplan.layers.group import Group, group_nodes
@@ -41,7 +42,8 @@ def build_layers(capture: Capture) -> LayerGraph:
     groups = group_nodes(facts)
     shared = _shared_parameters(facts, groups)
     canon = Canon(facts, batch_symbol(capture.graph_module), shared)
-    folded = _fold(groups, tuple(canon.form(group.nodes) for group in groups))
+    asked = tuple(is_checkpointed([node for node in group.nodes if node in facts.travelling]) for group in groups)
+    folded = _fold(groups, tuple(canon.form(group.nodes) for group in groups), asked)
     batched = None if capture.dynamic_batch else _batched_nodes(capture, facts)
     scale = _PerSample(batched=batched, batch=capture.batch_size)
     measured = tuple(
@@ -54,6 +56,7 @@ def build_layers(capture: Capture) -> LayerGraph:
             operators=with_saved(measured[kind].operators, extra[kind]),
             parameters=tuple(_parameter(facts, groups[i], source, shared) for source in folded.forms[i].parameters),
             input_bytes=scale.input_bytes(facts, folded.forms[i]),
+            checkpointed=asked[i],
         )
         for kind, i in enumerate(folded.first)
     )
@@ -78,16 +81,16 @@ def build_layers(capture: Capture) -> LayerGraph:
     )
 
 
-def _fold(groups: tuple[Group, ...], forms: tuple[Form, ...]) -> _Folded:
-    kind_by_digest: dict[str, int] = {}
+def _fold(groups: tuple[Group, ...], forms: tuple[Form, ...], asked: tuple[bool, ...]) -> _Folded:
+    """``asked``: whether the model itself recomputes a layer."""
+    kinds: dict[tuple[str, bool], int] = {}
     first: list[int] = []
-    for index, form in enumerate(forms):
-        if form.digest not in kind_by_digest:
-            kind_by_digest[form.digest] = len(first)
+    keys = [(form.digest, own) for form, own in zip(forms, asked, strict=True)]
+    for index, key in enumerate(keys):
+        if key not in kinds:
+            kinds[key] = len(first)
             first.append(index)
-    return _Folded(
-        groups=groups, forms=forms, kind_of=tuple(kind_by_digest[form.digest] for form in forms), first=tuple(first)
-    )
+    return _Folded(groups=groups, forms=forms, kind_of=tuple(kinds[key] for key in keys), first=tuple(first))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

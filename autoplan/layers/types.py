@@ -124,13 +124,19 @@ class LayerKind:
     """What all layers of one kind have in common: their operators, in graph order, and parameters.
 
     The kind under a tensor degree is again a LayerKind: local operators and parameters, and ``collectives``.
-    ``input_bytes`` is the activations that enter the layer, per sample: what full recompute keeps.
+    ``input_bytes`` is the activations that enter the layer, per sample: what full recompute keeps. ``checkpointed``:
+    the model itself asks that its layers be recomputed.
     """
 
     operators: tuple[Operator, ...]
     parameters: tuple[Parameter, ...] = ()
     collectives: tuple[Collective, ...] = ()
     input_bytes: float = 0.0
+    checkpointed: bool = False
+
+    def policy(self, chosen: str) -> str:
+        """The recompute policy of its layers where ``chosen`` is what memory leaves them."""
+        return "full" if self.checkpointed else chosen
 
     @property
     def saved_bytes(self) -> float:

@@ -189,7 +189,7 @@ class Chain:
     @cached_property
     def least_window(self) -> Floats:
         """[L + 1, L + 1] window where every layer saves the most memory it can."""
-        return self.range_max(self.per_layer(np.maximum(0.0, self.kept.saved_bytes["none"] - self._least_saved)))
+        return self.range_max(self.per_layer(np.maximum(0.0, self.kept.whole_bytes - self._least_saved)))
 
     def held(self, first: Integers, end: Integers) -> Floats:
         """Bytes a micro-batch that spans keep of what they receive, beyond what their layers count."""

@@ -262,6 +262,7 @@ def stage_costs(
     model = space.kinds_of(strategy)
     indices = [layer.kind for layer in problem.layers.layers[first:end]]
     kinds = tuple(model[k] for k in indices)
+    policies = tuple(kind.policy(chosen) for kind, chosen in zip(kinds, policies, strict=True))
     costs = [tables.chain.costs[k] for k in indices]
     elements = count_elements(kinds)
     return StageCosts(

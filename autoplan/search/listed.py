@@ -157,7 +157,9 @@ def _rank_terms(space: Space, strategy: Strategy, cuts: Sequence[int], rank: int
     samples = strategy.micro_batch_size
     tables = space.tables(strategy)
     different = {id(kind): kind for chunk in chunks for kind in chunk}
-    saved_of = {key: layer_saved_bytes(kind, policy=policy, samples=samples) for key, kind in different.items()}
+    saved_of = {
+        key: layer_saved_bytes(kind, policy=kind.policy(policy), samples=samples) for key, kind in different.items()
+    }
     aside_of = {key: put_aside_bytes(kind, samples=samples) for key, kind in different.items()}
     saved = [
         sum(saved_of[id(kind)] for kind in chunk) + tables.held_bytes(*span)
@@ -182,7 +184,7 @@ def _rank_terms(space: Space, strategy: Strategy, cuts: Sequence[int], rank: int
         stage=rank,
         recipe=tables.recipe,
         device=space.problem.cluster.device,
-        recompute=(policy,) * len(kinds),
+        recompute=[kind.policy(policy) for kind in kinds],
         in_flight=[count for count, chunk in zip(moment.activations, chunks, strict=True) for _ in chunk],
         put_aside_bytes=_weighed(moment.weight_gradients, aside) + _weighed(moment.activations, received),
     )

@@ -82,9 +82,10 @@ class Seconds:
 
 @dataclass(frozen=True, kw_only=True)
 class Kept:
-    """[K] the bytes of :class:`KindCosts`, a kind each."""
+    """[K] the bytes of :class:`KindCosts`, a kind each; ``whole_bytes``: of a layer that recomputes nothing."""
 
     saved_bytes: dict[str, Floats]
+    whole_bytes: Floats
     passing_bytes: Floats
     elements: Floats
     trainable: Floats
@@ -92,8 +93,7 @@ class Kept:
     @cached_property
     def window_bytes(self) -> dict[str, Floats]:
         """By recompute policy what comes back while a layer's backward runs."""
-        whole = self.saved_bytes["none"]
-        return {policy: np.maximum(0.0, whole - bytes_) for policy, bytes_ in self.saved_bytes.items()}
+        return {policy: np.maximum(0.0, self.whole_bytes - bytes_) for policy, bytes_ in self.saved_bytes.items()}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -108,8 +108,10 @@ class Kinds:
     def kept(self, micro_batch: int) -> Kept:
         """Bytes of a micro-batch of so many samples."""
         saved, (passing, passing_each) = self._activations
+        of_policy = {policy: fixed + each * micro_batch for policy, (fixed, each) in saved.items()}
         return Kept(
-            saved_bytes={policy: fixed + each * micro_batch for policy, (fixed, each) in saved.items()},
+            saved_bytes={policy: self._asked(policy, of_policy) for policy in of_policy},
+            whole_bytes=of_policy["none"],
             passing_bytes=np.maximum(passing, passing_each * micro_batch),
             elements=self._elements[0],
             trainable=self._elements[1],
@@ -133,14 +135,19 @@ class Kinds:
             for kind in different
         ]
         tensor_forward = np.array([time.forward_s for time in collectives])[which]
+        # The whole forward runs again, its collectives too.
+        extra = {"none": np.zeros(len(forward)), "selective": selective, "full": forward + tensor_forward}
         return Seconds(
             forward_s=forward,
             backward_s=backward,
             tensor_forward_s=tensor_forward,
             tensor_backward_s=np.array([time.backward_s for time in collectives])[which],
-            # The whole forward runs again, its collectives too.
-            extra_s={"none": np.zeros(len(forward)), "selective": selective, "full": forward + tensor_forward},
+            extra_s={policy: self._asked(policy, extra) for policy in extra},
         )
+
+    def _asked(self, chosen: str, by_policy: dict[str, Floats]) -> Floats:
+        """[K] under the policy chosen, or under the one that the model itself asks for."""
+        return np.where([kind.checkpointed for kind in self.kinds], by_policy["full"], by_policy[chosen])
 
     def weight_gradients_s(self, micro_batch: int) -> Floats:
         """[K] seconds of a micro-batch's backward that weights' gradients take."""

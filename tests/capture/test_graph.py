@@ -7,7 +7,6 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 from autoplan.capture import batch_symbol, capture, gather_inputs, retarget, shape_at
 from tests.support.captures import line_of
@@ -130,25 +129,6 @@ def test_only_tensors_that_share_the_batch_are_batched() -> None:
     assert result.batch_size == 6 and result.dynamic_batch
     smaller = (batch[0], batch[1][:2], batch[2][:2], batch[3])
     assert torch.equal(result.graph_module(*gather_inputs(result, smaller)), model(*smaller))
-
-
-def test_checkpointing_is_noted_with_its_line() -> None:
-    class Recomputes(nn.Module):
-        def __init__(self, use_reentrant: bool) -> None:
-            super().__init__()
-            self.layer = nn.Linear(4, 4)
-            self.use_reentrant = use_reentrant
-
-        def forward(self, x: Tensor) -> Tensor:
-            y = checkpoint(self.layer, x, use_reentrant=self.use_reentrant)  # recomputes
-            return y.square().mean()
-
-    for use_reentrant in (False, True):
-        model, batch = Recomputes(use_reentrant), torch.randn(6, 4)
-        result = capture(model, batch)
-        notes = [note for note in result.notes if "checkpointing" in note]
-        assert len(notes) == 1 and line_of(__file__, "recomputes") in notes[0]
-        assert torch.equal(result.graph_module(batch), model.layer(batch).square().mean())
 
 
 def test_data_dependent_sizes_are_noted_and_bounded() -> None:
