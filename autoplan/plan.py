@@ -1,9 +1,9 @@
 """Strategy, Stage and Plan: what was decided, as plain data with versioned JSON.
 
-Imports nothing of ours but the error family and the check that a plan's parts agree. A *data* axis splits the batch, a
-*tensor* axis splits matrices, a *pipeline* axis splits layers. Rank order is fixed here, because the cost models'
-placement of axes on the hierarchy and the runtime's groups must agree: tensor is innermost (nearest links), then
-context, then data, then pipeline.
+Imports nothing of ours but the error family; a file that is read is checked by :mod:`autoplan.consistency`. A *data*
+axis splits the batch, a *tensor* axis splits matrices, a *pipeline* axis splits layers. Rank order is fixed here,
+because the cost models' placement of axes on the hierarchy and the runtime's groups must agree: tensor is innermost
+(nearest links), then context, then data, then pipeline.
 A plan file holds no clock and no host: equal inputs give equal bytes.
 """
 
@@ -16,9 +16,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
-from autoplan.consistency import first_problem
 from autoplan.errors import PlanFileError
-from autoplan.plan_file import REVISION, NoRevisionError, dump, migrate
+from autoplan.plan_file import DIGEST_SINCE, REVISION, NoRevisionError, digest_of, dump, migrate
 from autoplan.whole_file import write_whole
 
 if TYPE_CHECKING:  # at run time only where a file is read: a third of what `autoplan --help` would import
@@ -287,7 +286,7 @@ class ModelSummary:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupSummary:
     """Nodes of one kind in a cluster of several. ``gpus_used`` of its GPUs run the plan, as ranks from ``first_rank``
-    on (0 where none does)."""
+    on (0 where none does). ``peak_flops``: FLOP/s of one in the plan's precision (0 in older files)."""
 
     __pydantic_config__: ClassVar[ConfigDict] = _STRICT
 
@@ -298,6 +297,7 @@ class GroupSummary:
     memory_bytes: float
     gpus_used: int
     first_rank: int
+    peak_flops: float = 0.0
 
     @property
     def gpus(self) -> int:
@@ -308,7 +308,8 @@ class GroupSummary:
 class ClusterSummary:
     """The cluster a plan was made for. With ``groups`` it has several kinds; ``nodes`` and ``gpus_per_node`` then count
     all its GPUs in parts that every group is made of, and ``memory_bytes`` is the largest GPU's. ``fingerprint`` is a
-    hash of every figure of it that plans are made from ("" in older files)."""
+    hash of every figure of it that plans are made from ("" in older files). ``peak_flops``: what one GPU computes in
+    the plan's precision at most, FLOP/s, which ``mfu`` is a share of (0 in older files, and where groups say it)."""
 
     __pydantic_config__: ClassVar[ConfigDict] = _STRICT
 
@@ -319,6 +320,7 @@ class ClusterSummary:
     memory_bytes: float
     groups: tuple[GroupSummary, ...] = ()
     fingerprint: str = ""
+    peak_flops: float = 0.0
 
     def describe(self, times: str = " x ") -> str:
         """The machines in a few words, such as ``2 x 8 H100-80GB-SXM`` or ``8 H100-80GB-SXM + 2 x 4 old``; ``times``
@@ -340,6 +342,7 @@ class Plan:
     ``compiled``: stages run under torch.compile, and are priced so (False in older files).
     ``crossings``: at which speed of links a plan that lost would win, of what was found on the way (() in older files,
     and where keys were forced). ``other_answers``: what the decision would be on other machines, where that was asked.
+    ``digest``: of all the rest, written with it, so that a file which was edited is known by it ("" in older files).
     """
 
     __pydantic_config__: ClassVar[ConfigDict] = _STRICT
@@ -366,14 +369,15 @@ class Plan:
     assumptions: tuple[str, ...]
     crossings: tuple[Crossing, ...] = ()
     other_answers: tuple[OtherAnswer, ...] = ()
+    digest: str = field(default="", compare=False)
     seconds: dict[str, float] = field(default_factory=dict, compare=False)
 
     def to_dict(self, *, with_seconds: bool = False) -> dict[str, Any]:
-        """The plan as JSON-ready data, keys in the order of the fields."""
-        data = dataclasses.asdict(self)
+        """The plan as JSON-ready data, keys in the order of the fields, with its digest."""
+        data = json.loads(json.dumps(dataclasses.asdict(self)))
         if not with_seconds:
             del data["seconds"]
-        return json.loads(json.dumps(data))
+        return data | {"digest": digest_of(data)}
 
     def to_json(self, *, with_seconds: bool = False) -> str:
         """JSON text of :meth:`to_dict`, as :mod:`autoplan.plan_file` lays it out, with a final newline."""
@@ -409,6 +413,7 @@ class Plan:
                 where=where,
                 attempt="see its `suggestions`, and plan again",
             )
+        written = data
         try:
             data = migrate(data)
         except NoRevisionError as error:
@@ -425,19 +430,10 @@ class Plan:
                 legal=f"revisions 1 to {REVISION}",
                 attempt="read it with a newer autoplan, or plan again with this one",
             ) from None
-        from pydantic import ValidationError
-
-        try:
-            plan = _adapter().validate_json(json.dumps(data), strict=True)
-        except ValidationError as error:
-            first = error.errors()[0]
-            problem = (".".join(str(part) for part in first["loc"]) or "plan", first["msg"])
-        else:
-            disagreement = first_problem(plan)
-            if disagreement is None:
-                return plan
-            problem = disagreement
-        raise PlanFileError(f"field `{problem[0]}`: {problem[1]}", where=where, attempt="plan again, or mend the field")
+        problem = _read(written, data)
+        if isinstance(problem, Plan):
+            return problem
+        raise PlanFileError(f"field `{problem[0]}`: {problem[1]}", where=where, attempt=_PLAN_AGAIN)
 
     def save(self, path: str | Path) -> Path:
         """Write the plan; beside and renamed, so that a reader never sees half of it."""
@@ -468,6 +464,36 @@ class Plan:
         from autoplan.report.notebook import plan_html  # reports read plans; a notebook asks plans to show themselves
 
         return plan_html(self)
+
+
+# One who edits a file wants another plan: the way to it says what may be said, and prices the rest anew.
+_PLAN_AGAIN = (
+    "take the edit back, or plan again: `autoplan plan MODEL --gpus SPEC --strategy KEY=VALUE -o plan.json` makes the "
+    "plan that you want, with the figures that go with it"
+)
+
+
+def _read(written: dict[str, Any], data: dict[str, Any]) -> Plan | tuple[str, str]:
+    """``data``, what a file has ``written`` brought to the newest revision, as a plan; or the field that is wrong, and
+    how."""
+    from pydantic import ValidationError
+
+    from autoplan.consistency import first_problem, missing  # only where a file is read: it knows the schedules
+
+    try:
+        plan = _adapter().validate_json(json.dumps(data), strict=True)
+    except ValidationError as error:
+        first = error.errors()[0]
+        return ".".join(str(part) for part in first["loc"]) or "plan", first["msg"]
+    revision = written.get("revision", 1)
+    if plan.digest and revision < DIGEST_SINCE:
+        return "revision", f"{revision}, but files have a digest since revision {DIGEST_SINCE}"
+    problem = first_problem(plan, revision=revision)
+    if problem is None and revision == REVISION:
+        problem = next(missing(written, plan.to_dict()), None)
+    if problem is None and (plan.digest or revision >= DIGEST_SINCE) and plan.digest != digest_of(written):
+        problem = "digest", "is of other contents: some field was changed after autoplan wrote the file"
+    return problem or plan
 
 
 @functools.cache

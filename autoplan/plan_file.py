@@ -6,20 +6,48 @@ stage's layers and how many of them are recomputed are one line.
 ``schema`` counts what readers must know of, ``revision`` what was added since to the fields. A file of an older
 revision is brought to the newest by the steps of :data:`STEPS`, one revision each; one of a newer revision is refused,
 because a field that is not known here may be what it is about.
+
+The last line is a digest of all others: a slip of the editor, a merge of two plans, or a figure that was mended by hand
+and now is nobody's, is seen on reading. It is no signature: who means to write a plan of their own can compute it.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Callable
 from typing import Any
 
-REVISION = 4
+REVISION = 5
+DIGEST_SINCE = 5
 # Of an object: the keys that share its first line; lists that are one line.
 _FIRST_LINE = ("first_layer", "last_layer", "recompute")
 _ONE_LINE = ("layer_recompute",)
 
 Data = dict[str, Any]
+
+
+# What a digest is not of: itself, and how long the search took, which is no part of the plan.
+_BESIDE = ("digest", "seconds")
+# Whole numbers up to here are floats too.
+_WHOLE = 2**53
+
+
+def digest_of(data: Data) -> str:
+    """SHA-256 of a plan's data, whatever the order of its keys; a number is the same as 1 and as 1.0, because not every
+    tool that writes JSON tells them apart."""
+    plain = {name: _as_floats(value) for name, value in data.items() if name not in _BESIDE}
+    return hashlib.sha256(json.dumps(plain, sort_keys=True).encode()).hexdigest()
+
+
+def _as_floats(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {name: _as_floats(part) for name, part in value.items()}
+    if isinstance(value, list):
+        return [_as_floats(part) for part in value]
+    if isinstance(value, bool) or not isinstance(value, int) or abs(value) > _WHOLE:
+        return value
+    return float(value)
 
 
 def dump(data: Data) -> str:
@@ -94,5 +122,10 @@ def _from_third(data: Data) -> Data:
     return data
 
 
+def _from_fourth(data: Data) -> Data:
+    """Files before revision 5 did not say what a GPU computes at most, and had no digest."""
+    return data
+
+
 # A step for each revision but the newest: from it to the next.
-STEPS: dict[int, Callable[[Data], Data]] = {1: _from_first, 2: _from_second, 3: _from_third}
+STEPS: dict[int, Callable[[Data], Data]] = {1: _from_first, 2: _from_second, 3: _from_third, 4: _from_fourth}

@@ -13,6 +13,13 @@ def short_dtype(name: str) -> str:
     return _SHORT.get(bare, bare)
 
 
+def product_dtype(precision: str) -> str:
+    """The dtype whose peak the products of a training precision run at: ``fp8`` for ``mxfp8``, ``bf16`` for
+    ``bf16-pure``."""
+    short = precision.lower().split("-")[0]
+    return {"mxfp8": "fp8", "nvfp4": "fp4"}.get(short, short)
+
+
 def dtype_bytes(name: str) -> float:
     """Bytes of one element; 4 for what is no floating dtype (indices are read seldom)."""
     return _BYTES.get(short_dtype(name), 4.0)

@@ -15,6 +15,7 @@ from autoplan import schedules
 from autoplan.cost_models import communication
 from autoplan.cost_models.data_parallel import DataParallelTime
 from autoplan.cost_models.memory import count_elements, stage_memory
+from autoplan.cost_models.precision import product_dtype
 from autoplan.layers.types import LayerGraph, LayerKind
 from autoplan.plan import Predicted, Stage, Strategy
 from autoplan.search import listed
@@ -27,7 +28,6 @@ _TIME_TERMS = (
     *("forward", "backward", "recompute", "tensor_communication", "sharded_state"),
     *("gradient_synchronisation", "optimizer"),
 )
-_PEAK_OF = {"mxfp8": "fp8", "nvfp4": "fp4"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -330,8 +330,7 @@ def predicted(space: Space, evaluation: Evaluation) -> Predicted:
     terms = time_terms(evaluation)
     flops = sum(layers_flops(problem.layers)) * problem.global_batch
     per_gpu = flops / evaluation.step_s / strategy.gpus
-    short = problem.precision.lower().split("-")[0]
-    peak = problem.cluster.device.flops(_PEAK_OF.get(short, short))
+    peak = problem.cluster.device.flops(product_dtype(problem.precision))
     exposed = ("tensor_communication", "sharded_state", "sends", "gradient_synchronisation")
     return Predicted(
         step_time_s=evaluation.step_s,

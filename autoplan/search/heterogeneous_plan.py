@@ -7,7 +7,8 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from autoplan.cluster import Cluster, under_its_own_spec
+from autoplan.cluster import under_its_own_spec
+from autoplan.cost_models.precision import product_dtype
 from autoplan.plan import Alternative, Axis, Certificate, ClusterSummary, GroupSummary, Plan, Predicted, Stage, Strategy
 from autoplan.search.axes import axes
 from autoplan.search.constraints import asked
@@ -41,7 +42,7 @@ def plan_of_groups(
     plan = dataclasses.replace(
         plan,
         gpus=searched.problem.cluster.gpus,
-        cluster=_summary(searched.problem.cluster, ranks),
+        cluster=_summary(searched.problem, ranks),
         alternatives=(*(_alternative(way, plan) for way in rows if not way.chosen), *plan.alternatives),
         certificate=_certificate(searched, plan),
     )
@@ -83,7 +84,7 @@ def _across(searched: Searched, found: MixedFound) -> tuple[Plan, list[int]]:
         optimizer=problem.optimizer,
         compiled=problem.compiled,
         model=model_summary(problem),
-        cluster=_summary(problem.cluster, []),
+        cluster=_summary(problem, []),
         strategy=chosen.strategy,
         forced=dict(asked(problem)),
         stages=_stages(problem, evaluation, on),
@@ -128,7 +129,8 @@ def _axes(searched: Searched, evaluation: Evaluation, chosen: MixedDecision) -> 
     return tuple(dataclasses.replace(row, link=slowest.name) if row.name == "pipeline" else row for row in rows)
 
 
-def _summary(cluster: Cluster, ranks: list[int]) -> ClusterSummary:
+def _summary(problem: Problem, ranks: list[int]) -> ClusterSummary:
+    cluster, dtype = problem.cluster, product_dtype(problem.precision)
     return ClusterSummary(
         spec=under_its_own_spec(cluster).spec,
         device=cluster.device.name,
@@ -144,6 +146,7 @@ def _summary(cluster: Cluster, ranks: list[int]) -> ClusterSummary:
                 memory_bytes=group.device.memory_bytes,
                 gpus_used=ranks.count(index),
                 first_rank=ranks.index(index) if index in ranks else 0,
+                peak_flops=group.device.flops(dtype),
             )
             for index, group in enumerate(cluster.groups)
         ),

@@ -7,7 +7,7 @@ import math
 import time
 
 from autoplan.cluster import under_its_own_spec
-from autoplan.cost_models.precision import dtype_bytes
+from autoplan.cost_models.precision import dtype_bytes, product_dtype
 from autoplan.cost_models.timeline import host_load_bytes
 from autoplan.errors import InfeasibleError, StrategyError
 from autoplan.plan import Certificate, ClusterSummary, Crossing, Plan, Strategy
@@ -197,6 +197,7 @@ def _cluster(problem: Problem) -> ClusterSummary:
         gpus_per_node=cluster.gpus_per_node,
         memory_bytes=cluster.device.memory_bytes,
         fingerprint=cluster.fingerprint,
+        peak_flops=cluster.device.flops(product_dtype(problem.precision)),
     )
 
 

@@ -17,6 +17,7 @@ from autoplan.plan import Plan
 from autoplan.report import parts, step, terminal, trace
 from autoplan.search import search
 from tests.support.layer_graphs import Dense, cluster, problem
+from tests.support.plans import of_revision
 
 
 def planned(stages: int, *, layers: int = 16, **forced: object) -> Plan:
@@ -65,7 +66,7 @@ def test_a_plan_file_without_the_stages_times_says_what_is_missing(plan: Plan) -
     for stage in data["stages"]:
         for name in ("send_s", "synchronise_s", "optimizer_s"):
             del stage[name]
-    simulated = step.simulate(Plan.from_json(json.dumps(data)))
+    simulated = step.simulate(Plan.from_json(of_revision(data, 2)))
     assert 0 < simulated.unexplained_s < 0.2 * plan.predicted.step_time_s
     assert simulated.end_s == pytest.approx(plan.predicted.step_time_s)
     text = terminal.timeline(simulated)

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import json
 from typing import Any
 
 from autoplan.capture import Capture
 from autoplan.layers import LayerGraph
 from autoplan.layers.types import Layer, LayerKind
 from autoplan.plan import Certificate, ClusterSummary, ModelSummary, Plan, Predicted, Stage, Strategy
+from autoplan.plan_file import digest_of
 
 
 def one_layer_a_node(capture: Capture) -> LayerGraph:
@@ -109,3 +111,13 @@ def with_recompute(plan: Plan, *policies: str) -> Plan:
         )
 
     return dataclasses.replace(plan, stages=tuple(changed(stage) for stage in plan.stages))
+
+
+def sealed(data: dict[str, Any]) -> str:
+    """The text of a plan file of ``data``, whose digest is made anew: as if autoplan had written it so."""
+    return json.dumps(data | {"digest": digest_of(data)})
+
+
+def of_revision(data: dict[str, Any], revision: int) -> str:
+    """The text of an older file, which has no digest."""
+    return json.dumps({name: value for name, value in data.items() if name != "digest"} | {"revision": revision})

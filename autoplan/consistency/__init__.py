@@ -1,0 +1,69 @@
+"""Whether a plan's parts agree with each other: what a schema cannot say.
+
+A plan file is edited, merged and passed on. One that contradicts itself must not be drawn, compared or trained, so it
+is refused on reading, by the field that disagrees and what the others say of it. Two nets, one behind the other:
+
+- *What the plan says of itself*, here: most figures of a plan follow from others of it. Degrees multiply to GPUs,
+  states come from parameters by the precision's bytes and the ZeRO stage, the step from the stages' times through the
+  schedule simulator, the bubble from the step, the terms from the stages, the proof's gaps from its bounds. A module
+  for each part.
+- *The file's digest* (:mod:`autoplan.plan_file`), last: what no check can know (a layer's name, the seconds of a layer
+  that is not traced again) is at least as it was written.
+
+The digest alone would refuse every edit, but say of none what is wrong with it, and a file whose digest was made anew
+would pass; the checks alone leave what nothing in the file speaks of. What older files do not hold, or follows from
+figures that later versions of autoplan may correct (bytes of a precision), is asked of plans of the newest revision
+alone: an older one was right when it was made. It is known by the peak of its GPUs, which it lacks; so is one that was
+read and saved again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING
+
+from autoplan.consistency.axes import axes, transfers
+from autoplan.consistency.comparison import not_its_cluster, other_cluster, other_count, other_model
+from autoplan.consistency.fields import missing, numbers, texts
+from autoplan.consistency.forced import forced
+from autoplan.consistency.layers import layers
+from autoplan.consistency.machines import machines, peaks, peaks_known
+from autoplan.consistency.memory import memory, states
+from autoplan.consistency.problems import Problem
+from autoplan.consistency.proof import proof
+from autoplan.consistency.reasons import reasons
+from autoplan.consistency.strategies import strategies
+from autoplan.consistency.times import figures, step
+from autoplan.plan_file import REVISION
+
+if TYPE_CHECKING:
+    from autoplan.plan import Plan
+
+__all__ = [
+    "Problem",
+    "first_problem",
+    "missing",
+    "not_its_cluster",
+    "other_cluster",
+    "other_count",
+    "other_model",
+]
+
+Check = Callable[["Plan"], Iterator[Problem]]
+
+# Each may take for granted what those before it have asked.
+_ALWAYS: tuple[Check, ...] = (texts, numbers, strategies, machines, layers, memory, figures, axes, peaks)
+# Of files of this revision: of what older ones lack, or what was priced otherwise then.
+_NEWEST: tuple[Check, ...] = (forced, states, step, transfers, proof, reasons)
+
+
+def first_problem(plan: Plan, *, revision: int = REVISION) -> Problem | None:
+    """The first field that disagrees with the others, and how; None for a plan that is whole. ``revision``: that of the
+    file, before it was brought to the newest."""
+    for check in _ALWAYS:
+        for problem in check(plan):
+            return problem
+    for check in _NEWEST if revision == REVISION and peaks_known(plan) else ():
+        for problem in check(plan):
+            return problem
+    return None
