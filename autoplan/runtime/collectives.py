@@ -16,6 +16,7 @@ import dataclasses
 import itertools
 import warnings
 from collections.abc import Iterable, Sequence
+from datetime import timedelta
 
 import torch
 import torch.distributed as dist
@@ -38,15 +39,22 @@ class Mesh:
 
     ``edges`` are the directed pairs of stages between which values go (those of one rank need no group); ``tied`` the
     sets of pipeline ranks that share parameters. A rank beyond the strategy's GPUs has no coordinates and belongs to
-    the whole world only.
+    the whole world only. ``timeout``: how long a rank waits for another, :func:`group_timeout` where not given.
     """
 
     def __init__(
-        self, strategy: Strategy, *, edges: Iterable[Edge], tied: Iterable[tuple[int, ...]], device: torch.device
+        self,
+        strategy: Strategy,
+        *,
+        edges: Iterable[Edge],
+        tied: Iterable[tuple[int, ...]],
+        device: torch.device,
+        timeout: timedelta | None = None,
     ) -> None:
         self.strategy = strategy.over_replicas
         self.context_degree, self.expert_degree = strategy.context, strategy.expert
         self.device = device
+        self._timeout = timeout or group_timeout(device.type)
         self.world = dist.get_world_size() if dist.is_initialized() else 1
         self.rank = dist.get_rank() if dist.is_initialized() else 0
         self.at: Coordinates | None = self.strategy.coordinates(self.rank) if self.rank < strategy.gpus else None
@@ -95,7 +103,7 @@ class Mesh:
         ranks = [self.strategy.rank(at) for at in members]
         if len(ranks) == 1:
             return None
-        group = dist.new_group(ranks, timeout=group_timeout(self.device.type))
+        group = dist.new_group(ranks, timeout=self._timeout)
         if self.rank not in ranks:
             return None
         if self.device.type == "cuda":

@@ -41,6 +41,7 @@ from autoplan.runtime.progress import DIRECTORY_VARIABLE, LAUNCHER_VARIABLE, WAT
 
 CPU_TIMEOUT_S = 60.0  # how long a rank waits for another before it gives up
 CUDA_TIMEOUT_S = 600.0  # a first step compiles kernels and fills caches, unevenly over the ranks
+COMPILE_S = 600.0  # how much longer where stages are compiled at their first run: one rank's may take that much longer
 GRACE_S = 1.5  # after a failure: how long to wait for the report of the rank that really failed
 LOOK_S = 1.0  # how often to look for stopped ranks
 STOPPED_LOOKS = 5  # after how many looks in a row a stopped rank is a fault
@@ -64,6 +65,16 @@ def group_timeout(device_type: str) -> datetime.timedelta:
     """How long a rank waits for another; never torch's default of half an hour."""
     default = CUDA_TIMEOUT_S if device_type == "cuda" else CPU_TIMEOUT_S
     return datetime.timedelta(seconds=float(os.environ.get(_TIMEOUT_VARIABLE, default)))
+
+
+def compile_timeout(device_type: str) -> datetime.timedelta:
+    """:func:`group_timeout` of ranks that compile their stages, which a hang can't be told from."""
+    return group_timeout(device_type) + datetime.timedelta(seconds=COMPILE_S)
+
+
+def wait_longer(timeout: datetime.timedelta) -> None:
+    """Let the group of all ranks, which the user or torchrun may have made, wait as long from now on."""
+    dist.distributed_c10d._set_pg_timeout(timeout)
 
 
 def ensure_process_group(device: str | torch.device) -> int:

@@ -43,7 +43,7 @@ from autoplan.runtime.data_parallel import GradientSync, norm_terms
 from autoplan.runtime.experts import apart
 from autoplan.runtime.faults import RankFault, action_fault
 from autoplan.runtime.interpreter import Chunk, MicroBatch, RankInterpreter
-from autoplan.runtime.launch import group_timeout
+from autoplan.runtime.launch import compile_timeout, group_timeout, wait_longer
 from autoplan.runtime.masters import keeps_masters
 from autoplan.runtime.progress import WATCH
 from autoplan.runtime.randomness import Randomness
@@ -60,14 +60,18 @@ class RankPart:
         self._masters, self._compiled = keeps_masters(plan.precision), plan.compiled
         ownership = builder.ownership()
         stages = builder.graphs(0).stages
+        timeout = compile_timeout(device.type) if plan.compiled else group_timeout(device.type)
         self.mesh = Mesh(
             plan.strategy,
             edges=[(value.source, target) for s in stages for value in s.sends for target in value.destinations],
             tied=ownership.tied.values(),
             device=device,
+            timeout=timeout,
         )
         if self.mesh.world > 1:
-            WATCH.start(self.mesh.rank, group_timeout(device.type).total_seconds())
+            WATCH.start(self.mesh.rank, timeout.total_seconds())
+        if self.mesh.world > 1 and plan.compiled:
+            wait_longer(timeout)
         self._ownership = ownership
         self._randomness = Randomness(self.mesh, stages)
         self.sync: GradientSync | None = None

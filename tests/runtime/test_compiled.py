@@ -5,11 +5,12 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 from torch._dynamo.utils import counters
 
 import autoplan
@@ -21,6 +22,10 @@ from tests.support.training import assert_same_numbers, in_double, train_alone, 
 
 STRATEGIES = [
     (1, {"micro_batch_size": 2, "recompute": "full"}),
+    (2, {"tensor": 2, "micro_batch_size": 2}),
+    (2, {"data": 2, "zero_stage": 3, "micro_batch_size": 2}),
+    (2, {"pipeline": 2, "schedule": "zero_bubble", "micro_batch_size": 1}),
+    (4, {"data": 2, "pipeline": 2, "micro_batch_size": 1}),
 ]
 
 
@@ -41,6 +46,34 @@ def test_compiled_stages_train_to_the_same_numbers(
         assert_same_numbers(found, expected)
         assert graphs > 0
         assert loss < expected.losses[0]
+
+
+COMPILING_S, PATIENCE_S = 6.0, 4.0
+
+
+def late(graph: fx.GraphModule, inputs: list[Tensor]) -> Any:
+    """A compiler that takes longer than the ranks of the other stages would wait for work."""
+    if not LATE:
+        LATE.append(graph)
+        time.sleep(COMPILING_S)
+    return graph.forward
+
+
+LATE: list[Any] = []
+
+
+@pytest.mark.parametrize("strategy", [{"pipeline": 2, "micro_batch_size": 1}, {"tensor": 2}], ids=str)
+def test_ranks_wait_for_one_that_compiles(strategy: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compile_pieces, "BACKEND", late)
+    model, batch = in_double(*nano_gpt())
+    program = autoplan.compile(model, gpus=2, example_inputs=batch, strategy=strategy, device="cpu", compiled=True)
+
+    def step(rank: int, world: int) -> float:
+        LATE.extend([program] if rank else [])  # the first rank alone is late
+        return program.step(batch)
+
+    first, second = run_ranks(step, 2, timeout_s=PATIENCE_S)
+    assert first == second == pytest.approx(model(**batch).item(), rel=1e-10)
 
 
 class Noisy(nn.Module):
