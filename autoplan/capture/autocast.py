@@ -22,7 +22,7 @@ aten/src/ATen/autocast_mode.cpp, where those of CPUs are too. Tests compare both
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 from unittest import mock
@@ -105,6 +105,14 @@ REFUSED = {
 }
 
 
+_KEPT, _KEPT_HOW = "autocast to ", " is kept: its casts are operators of the graph"
+
+
+def kept_regions(notes: Sequence[str]) -> tuple[str, ...]:
+    """Of a capture's notes the regions that were kept, as ``autocast to bfloat16 at FILE:LINE ...``."""
+    return tuple(note.removesuffix(_KEPT_HOW) for note in notes if note.startswith(_KEPT))
+
+
 @contextmanager
 def cast_in_trace(traced_on: str, runs_on: str | None, notes: list[str]) -> Iterator[None]:
     """Inside, autocast is written out. ``traced_on``: the device of the trace's tensors; ``runs_on``: the program's,
@@ -174,10 +182,7 @@ class _Casts:
             return
         if not self._policies:
             raise _refusal(f"forward casts by torch.autocast({self._device!r})")
-        note = (
-            f"autocast to {str(region.fast_dtype).removeprefix('torch.')} at {current_line()} is kept: its casts are "
-        )
-        note += "operators of the graph"
+        note = f"{_KEPT}{str(region.fast_dtype).removeprefix('torch.')} at {current_line()}{_KEPT_HOW}"
         if note not in self._notes:
             self._notes.append(note)
 

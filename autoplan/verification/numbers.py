@@ -79,29 +79,52 @@ def values_kept(capture: Capture) -> Iterator[None]:
 def train_alone(
     model: torch.nn.Module, loss_fn: Callable[..., Any] | None, capture: Capture, batches: Sequence[Any]
 ) -> Numbers:
-    """The user's module in one process, as its user would train it: eager, whole batches, AdamW."""
+    """The user's module in one process, as its user would train it: eager, whole batches, AdamW. Its values are as
+    before afterwards."""
+    with values_kept(capture):
+        return advance_alone(model, loss_fn, capture, batches)
+
+
+def advance_alone(
+    model: torch.nn.Module, loss_fn: Callable[..., Any] | None, capture: Capture, batches: Sequence[Any]
+) -> Numbers:
+    """The same, which leaves the model trained."""
     named = dict(capture.graph_module.named_parameters())
     trained = [p for p in named.values() if p.requires_grad]
     losses, norms, gradients = [], [], []
-    with values_kept(capture):
-        optimizer = torch.optim.AdamW(trained, lr=LEARNING_RATE, eps=EPSILON)
-        for batch in batches:
-            optimizer.zero_grad()
-            loss = CallAndLoss(model, loss_fn, batch)(*tensors(batch).values())
-            loss.backward()
-            losses.append(float(loss.item()))
-            gradients.append({n: p.grad.clone() for n, p in named.items() if p.grad is not None})
-            norms.append(float(torch.nn.utils.clip_grad_norm_(trained, MAX_NORM).item()))
-            optimizer.step()
-        state = {name: value.detach().clone() for name, value in capture.graph_module.state_dict().items()}
+    optimizer = torch.optim.AdamW(trained, lr=LEARNING_RATE, eps=EPSILON)
+    for batch in batches:
+        optimizer.zero_grad()
+        loss = CallAndLoss(model, loss_fn, batch)(*tensors(batch).values())
+        loss.backward()
+        losses.append(float(loss.item()))
+        gradients.append({n: p.grad.clone() for n, p in named.items() if p.grad is not None})
+        norms.append(float(torch.nn.utils.clip_grad_norm_(trained, MAX_NORM).item()))
+        optimizer.step()
+    optimizer.zero_grad()
+    state = {name: value.detach().clone() for name, value in capture.graph_module.state_dict().items()}
     return Numbers(losses=tuple(losses), norms=tuple(norms), gradients=tuple(gradients), state=state)
+
+
+def advance_rank(program: Program, batches: Sequence[Any]) -> None:
+    """Train on the calling rank as :func:`train_rank` does, and compare nothing."""
+    optimizer = _optimizer(program)
+    for batch in batches:
+        program.step(batch)
+        program.clip_grad_norm_(MAX_NORM)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def _optimizer(program: Program) -> torch.optim.Optimizer:
+    trained = [p for p in program.parameters() if p.requires_grad]
+    # Of a rank whose stage is frozen nothing is trained, and torch's optimizers refuse an empty list.
+    return torch.optim.AdamW(trained or list(program.parameters()), lr=LEARNING_RATE, eps=EPSILON)
 
 
 def train_rank(program: Program, batches: Sequence[Any], expected: Numbers, tolerance: float) -> list[Finding]:
     """Train on the calling rank and compare with what the single process had; one finding a tensor and step."""
-    trained = [p for p in program.parameters() if p.requires_grad]
-    # Of a rank whose stage is frozen nothing is trained, and torch's optimizers refuse an empty list.
-    optimizer = torch.optim.AdamW(trained or list(program.parameters()), lr=LEARNING_RATE, eps=EPSILON)
+    optimizer = _optimizer(program)
     compare = _Comparison(tolerance)
     for step, batch in enumerate(batches):
         optimizer.zero_grad()

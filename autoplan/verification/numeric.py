@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.fx import Node
 
 from autoplan.capture import Capture, capture
+from autoplan.capture.autocast import kept_regions
 from autoplan.capture.batch import replace_leaves
 from autoplan.capture.errors import node_line
 from autoplan.cluster import Cluster
@@ -69,7 +70,14 @@ def check_numbers(
             check_executable(subject.capture, subject.plan)
         except (ModelError, StrategyError) as error:
             return Numeric(status="not executable here", reason=error.what), ()
-        return compare(subject, reductions(plan.strategy, strategy))
+        return compare(subject, (*reductions(plan.strategy, strategy), *_uncast(captured)))
+
+
+def _uncast(captured: Capture) -> tuple[str, ...]:
+    """Autocast never casts float64, so of a region both sides are compared without its casts, and that is said."""
+    return tuple(
+        f"{region} casts nothing in float64: both sides compute it uncast" for region in kept_regions(captured.notes)
+    )
 
 
 def subject_of(small: Small, plan: Plan, strategy: Strategy, sharding: Sharding | None, cluster: Cluster) -> Subject:
@@ -142,7 +150,7 @@ def compare(subject: Subject, reduced: tuple[str, ...] = ()) -> tuple[Numeric, t
         return Numeric(status="equal", layers=table, **shared), checks
     placements = _placed(programs, strategy.tensor)
     positions = programs.positions if programs is not None else {}
-    first = _first(subject, program, batches[0], placements, positions, wrong, names)
+    first = _first(subject, program, batches, placements, positions, wrong, names)
     return Numeric(status="differs", layers=table, first=first, **shared), checks
 
 
@@ -292,38 +300,44 @@ def _placed(programs: static.Programs | None, degree: int) -> Mapping[str, Place
 def _first(
     subject: Subject,
     program: Program,
-    batch: Any,
+    batches: Sequence[Any],
     placements: Mapping[str, Placement],
     positions: Mapping[str, Placement],
     wrong: Sequence[tuple[int, numbers.Finding]],
     names: _Names,
 ) -> Difference:
-    """The first that differs in the order in which a step computes: values, gradients from the loss, weights."""
+    """The first that differs in the order in which a step computes: values, gradients from the loss, weights. Looked
+    for in the first step that differs, after the same steps before it (what is stale is right in the first step)."""
     earliest = min(finding.step for _, finding in wrong)
     gradients = [(rank, f) for rank, f in wrong if f.quantity == "gradient" and f.step == earliest]
     located: list[tuple[int, locate.Wrong]] = []
     # Shares of a sequence over two axes at once are not compared value by value.
     alone = subject.plan.strategy.context == 1 or not subject.plan.strategy.sequence_parallel
-    if alone and any(f.quantity in ("loss", "gradient", "gradient norm") and f.step == 0 for _, f in wrong):
+    if alone and any(f.quantity in ("loss", "gradient", "gradient norm") and f.step == earliest for _, f in wrong):
+        before, batch, small = batches[:earliest], batches[earliest], subject.small
         with numbers.values_kept(subject.capture):
+            numbers.advance_alone(small.model, small.loss_fn, subject.capture, before)
             recorded = locate.record(subject.capture, batch)
+
+        def compared() -> list[locate.Wrong]:
+            numbers.advance_rank(program, before)
+            return locate.compare_rank(program, batch, recorded, placements, positions)
+
         try:
-            by_rank = _on_ranks(
-                subject.plan.strategy.gpus, lambda: locate.compare_rank(program, batch, recorded, placements, positions)
-            )
+            by_rank = _on_ranks(subject.plan.strategy.gpus, compared)
         except RuntimeFault:
             by_rank = []
         located = [(rank, found) for rank, own in enumerate(by_rank) for found in own]
     values = [entry for entry in located if entry[1].kind == "value"]
     if values:
         rank, found = min(values, key=lambda entry: entry[1].position)
-        return _of_value("value", rank, found, names)
+        return _of_value("value", rank, found, earliest, names)
     backward = max(
         (entry for entry in located if entry[1].kind == "gradient"), key=lambda entry: entry[1].position, default=None
     )
     parameter = max(gradients, key=lambda entry: names.position_of(entry[1].name), default=None)
     if backward is not None and (parameter is None or backward[1].position > names.position_of(parameter[1].name)):
-        return _of_value("gradient of a value", *backward, names)
+        return _of_value("gradient of a value", *backward, earliest, names)
     if parameter is not None:
         return _of_finding(*parameter, names)
     ranking = {"loss": 0, "gradient": 1, "gradient norm": 2, "weight": 3, "buffer": 3}
@@ -333,14 +347,14 @@ def _first(
     return _of_finding(rank, finding, names)
 
 
-def _of_value(quantity: str, rank: int, found: locate.Wrong, names: _Names) -> Difference:
+def _of_value(quantity: str, rank: int, found: locate.Wrong, step: int, names: _Names) -> Difference:
     return Difference(
         layer=names.layer(found.name),
         quantity=quantity,
         name=found.name,
         error=found.error,
         allowed=found.allowed,
-        step=0,
+        step=step,
         rank=rank,
         where=names.where(found.name),
     )

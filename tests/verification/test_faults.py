@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from typing import Any
 
@@ -14,6 +15,7 @@ from autoplan.capture import capture
 from autoplan.cluster import Cluster
 from autoplan.layers import build_layers
 from autoplan.passes.lint import check_placements
+from autoplan.plan import Stage
 from autoplan.runtime import Program, launch
 from autoplan.verification import locate
 from autoplan.verification.numeric import Subject, compare, subject_of
@@ -69,6 +71,9 @@ STRATEGIES: dict[str, dict[str, Any]] = {
     "context_tensor": {"context": 2, "tensor": 2, "micro_batch_size": 8},
     "expert": {"data": 2, "expert": 2, "micro_batch_size": 2, "micro_batches": 1},
     "model": {"pipeline": 2, "micro_batch_size": 8},
+    "zero_1": {"data": 2, "micro_batch_size": 2, "micro_batches": 2, "zero_stage": 1},
+    "zero_3": {"data": 2, "micro_batch_size": 2, "micro_batches": 2, "zero_stage": 3},
+    "recompute": {"pipeline": 2, "micro_batch_size": 8},
 }
 
 
@@ -80,8 +85,15 @@ def subject(model_name: str, strategy_name: str) -> Subject:
     with float64_throughout():
         layers = build_layers(capture(model, batch))
         plan = hand_plan(layers, **STRATEGIES[strategy_name])
+        if strategy_name == "recompute":
+            plan = dataclasses.replace(plan, stages=tuple(map(_recomputed, plan.stages)))
         small = Small(model=model, example_inputs=batch, loss_fn=None, reductions=())
         return subject_of(small, plan, plan.strategy, None, Cluster.parse("8xcpu"))
+
+
+def _recomputed(stage: Stage) -> Stage:
+    count = stage.last_layer - stage.first_layer + 1
+    return dataclasses.replace(stage, recompute={"full": count}, layer_recompute=("full",) * count)
 
 
 FAULTS: list[tuple[str, str, str, str]] = [
@@ -116,6 +128,15 @@ FAULTS: list[tuple[str, str, str, str]] = [
     ("rows_returned_in_another_order", "mixtral", "expert", "model.layers.0"),
     ("dropped_count", "mixtral", "expert", "model.layers.0"),
     ("experts_of_another_rank", "mixtral", "expert", "model.layers.0"),
+    ("shares_in_another_order", "nanogpt", "zero_3", "h.1"),
+    ("stale_gather", "nanogpt", "zero_3", "h.1"),
+    ("gradient_not_scattered", "nanogpt", "zero_3", "h.1"),
+    ("norm_of_own_slices", "nanogpt", "zero_1", ""),
+    ("update_not_shared", "nanogpt", "zero_1", "h.1"),
+    ("recomputed_from_other_inputs", "nanogpt", "recompute", "h.1"),
+    ("lost_gradient_of_a_recomputed_layer", "nanogpt", "recompute", "h.0"),
+    ("tied_copies_updated_apart", "nanogpt", "pipeline", "wte"),
+    ("statistics_updated_twice", "cnn", "recompute", "conv_1"),
 ]
 CASES = [
     pytest.param(*fault, id=fault[0], marks=() if index < 4 else pytest.mark.wide) for index, fault in enumerate(FAULTS)
@@ -147,6 +168,10 @@ def test_a_planted_fault_is_caught_in_its_layer(
         pytest.param("nanogpt", "context", marks=pytest.mark.wide),
         pytest.param("nanogpt", "context_tensor", marks=pytest.mark.wide),
         pytest.param("mixtral", "expert", marks=pytest.mark.wide),
+        pytest.param("nanogpt", "zero_1", marks=pytest.mark.wide),
+        pytest.param("nanogpt", "zero_3", marks=pytest.mark.wide),
+        pytest.param("nanogpt", "recompute", marks=pytest.mark.wide),
+        pytest.param("cnn", "recompute", marks=pytest.mark.wide),
     ],
 )
 def test_without_a_fault_all_is_equal(model: str, strategy: str) -> None:
