@@ -249,9 +249,10 @@ class OtherAnswer:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Crossing:
     """Where another family's plan would win: with ``quantity`` (``intra_bytes_per_s`` or ``inter_bytes_per_s``) at
-    ``factor`` times what it is, ``value``, ``strategy`` takes ``step_time_s`` and the plan longer.
+    ``factor`` times what it is, ``value``, ``strategy`` takes ``step_time_s`` and the plan longer. With
+    ``memory_bytes``: where a plan that does not fit would, and how long it then takes, whether that wins or not.
 
-    Both keep their stages; a search there may find better ones, and so a plan that wins sooner. Without a strategy:
+    All keep their stages; a search there may find better ones, and so a plan that wins sooner. Without a strategy:
     none does at ``factor`` times, nor at 1 / ``factor``.
     """
 

@@ -112,7 +112,7 @@ def _answers(plan: Plan, asked: Question) -> Iterator[OtherAnswer]:
     memory = cluster.device.memory_bytes
 
     def with_memory(value: float) -> Problem:  # what tensor parallelism costs does not hang on memory
-        return dataclasses.replace(asked.problem, cluster=_with_memory(cluster, value / memory))
+        return dataclasses.replace(asked.problem, cluster=cluster.with_memory(value / memory))
 
     def with_links(intra: float, inter: float) -> Problem:
         wish = Wish(plan.forced, plan.optimizer, compiled=plan.compiled)
@@ -202,9 +202,3 @@ def _told(cluster: Cluster, quantity: str, value: float, answer: Answer, *, chan
         strategy=None if answer is None else answer.strategy,
         step_time_s=None if answer is None else answer.predicted.step_time_s,
     )
-
-
-def _with_memory(cluster: Cluster, factor: float) -> Cluster:
-    device = dataclasses.replace(cluster.device, memory_bytes=cluster.device.memory_bytes * factor)
-    groups = tuple(_with_memory(group, factor) for group in cluster.groups)
-    return dataclasses.replace(cluster, device=device, groups=groups)

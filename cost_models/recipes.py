@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from autoplan.cost_models.precision import short_dtype
 from autoplan.errors import StrategyError
 
-__all__ = ["OPTIMIZERS", "Recipe", "recipe"]
+__all__ = ["OPTIMIZERS", "PRECISIONS", "Recipe", "recipe"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,7 +95,7 @@ _ALIASES = {
     "adam_8bit": "adam8bit",
     "fused-adamw": "adamw-fused",
 }
-OPTIMIZERS = tuple(_OPTIMIZERS)
+OPTIMIZERS, PRECISIONS = tuple(_OPTIMIZERS), tuple(_PRECISIONS)
 
 
 def recipe(precision: str, optimizer: str = "adamw") -> Recipe:

@@ -68,14 +68,14 @@ def test_stages_communicate_by_their_sends() -> None:
     assert "leaves fewer to fill the stages: of all sizes that fit at these degrees it takes the least time." in text
 
 
-def test_optimal_is_said_of_the_closed_form() -> None:
+def test_the_proof_is_said_to_be_of_the_closed_form() -> None:
     plan = search(problem(LARGE, cluster(4)))
     loose = dataclasses.replace(plan.certificate, simulated_gap=0.15, confirmed=3)
     text = " ".join(explain(dataclasses.replace(plan, certificate=loose)).split())
-    assert "15.0% less than the plan's" in text and '"optimal" is said of the closed form' in text
+    assert "15.0% less than the plan's" in text and "the proof above is of the closed form alone" in text
     tight = dataclasses.replace(plan.certificate, simulated_gap=0.0, confirmed=3)
     text = " ".join(explain(dataclasses.replace(plan, certificate=tight)).split())
-    assert "no candidate's step is shorter than the plan's" in text and "is said of" not in text
+    assert "no candidate's step is shorter than the plan's" in text and "alone" not in text
 
 
 def test_sixteen_stages_are_legible() -> None:
@@ -163,7 +163,10 @@ def test_what_is_given_up_and_for_what() -> None:
     """2% for less parallelism, and 10% for state that is whole on every rank."""
     plan = search(problem([Dense(elements=5_000_000)] * 8, cluster(4)))
     assert plan.strategy.axes == ("data",)
-    for more, why in ((1.01, "less parallelism wins"), (1.05, "sharded only where that gains more than 10%")):
+    for more, why in (
+        (1.01, "the least parallel plan is preferred"),
+        (1.05, "sharded only where that gains more than 10%"),
+    ):
         certificate = dataclasses.replace(plan.certificate, best_s=1.0, objective_s=more)
         text = " ".join(explain(dataclasses.replace(plan, certificate=certificate)).split())
-        assert f"{more - 1:.1%} more than that" in text and why in text
+        assert f"{more - 1:.1%} more than the fastest candidate" in text and why in text

@@ -97,22 +97,37 @@ class Application(_PlainFlags, TyperGroup):
         windows_expand_args: bool = True,
         **extra: Any,
     ) -> Any:
-        try:  # not standalone, so that errors arrive here
-            code = super().main(args, prog_name, complete_var, False, windows_expand_args, **extra)
-            sys.stdout.flush()  # what cannot be printed is known only now
+        try:
+            try:  # not standalone, so that errors arrive here
+                code = super().main(args, prog_name, complete_var, False, windows_expand_args, **extra)
+                sys.stdout.flush()  # what cannot be printed is known only now
+            except BrokenPipeError:
+                raise
+            except Exception as error:
+                command = f"autoplan {self.called}" if self.called else "autoplan"
+                words = sys.argv[1:] if args is None else args
+                code = _report(error, command, json=self.called != "run" and "--json" in words)  # run's is the script's
         except BrokenPipeError:
             code = _print_no_more(CLOSED_PIPE)
-        except Exception as error:
-            command = f"autoplan {self.called}" if self.called else "autoplan"
-            words = sys.argv[1:] if args is None else args
-            code = _report(error, command, json=self.called != "run" and "--json" in words)  # run's is the script's
+        except SystemExit as ended:  # rich and typer, which print the help, say 1 of a closed pipe: a no
+            if not _of_closed_pipe(ended):
+                raise
+            code = _print_no_more(CLOSED_PIPE)
         sys.exit(code if isinstance(code, int) else 0)
+
+
+def _of_closed_pipe(ended: SystemExit) -> bool:
+    cause: BaseException | None = ended
+    while cause is not None and not isinstance(cause, BrokenPipeError):
+        cause = cause.__cause__ or cause.__context__
+    return cause is not None
 
 
 def _print_no_more(code: int) -> int:
     """Nothing is left to be flushed at the end, where it would fail once more; ``code`` as it is."""
-    with contextlib.suppress(OSError, ValueError):
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    for stream in (sys.stdout, sys.stderr) if code == CLOSED_PIPE else (sys.stdout,):
+        with contextlib.suppress(OSError, ValueError):
+            os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
     return code
 
 

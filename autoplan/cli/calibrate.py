@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from autoplan.cli import console, options
+from autoplan.cli import completions, console, options
 from autoplan.cli.output import check_file, is_stdout, write
 from autoplan.explain.text import percent, seconds
 
@@ -18,7 +18,10 @@ WORST = 5  # rows of the table of what is predicted worst
 
 
 def calibrate(
-    device: Annotated[str | None, typer.Option("--device", help="cuda, or cpu for gloo processes.")] = None,
+    device: Annotated[
+        str | None,
+        typer.Option("--device", help="cuda, or cpu for gloo processes.", autocompletion=completions.devices),
+    ] = None,
     gpus: Annotated[
         int | None, typer.Option("--gpus", metavar="N", help="Ranks that measure together: all GPUs, or a core each.")
     ] = None,

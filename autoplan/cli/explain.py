@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from autoplan.cli import console, options
+from autoplan.cli import completions, console, options
 from autoplan.cli.output import check_file, is_stdout, write
 from autoplan.errors import AutoplanError
 from autoplan.plan import Plan
@@ -20,16 +21,31 @@ Operators = Annotated[
     bool, typer.Option("--operators", help="What each operator takes in a micro-batch; traces the model again.")
 ]
 Layer = Annotated[
-    str | None, typer.Option("--layer", metavar="NAME", help="One layer and its operators; traces the model again.")
+    str | None,
+    typer.Option(
+        "--layer",
+        metavar="NAME",
+        help="One layer and its operators; traces the model again.",
+        autocompletion=completions.layers,
+    ),
 ]
 WhatIf = Annotated[
     bool, typer.Option("--what-if", help="Search again: which memory or links would change the decision.")
 ]
 Model = Annotated[
-    str | None, typer.Option("--model", metavar="MODEL", help="The model, where its name in the plan is none to build.")
+    str | None,
+    typer.Option(
+        "--model",
+        metavar="MODEL",
+        help="The model, where its name in the plan is none to build.",
+        autocompletion=completions.presets,
+    ),
 ]
 Gpus = Annotated[
-    str | None, typer.Option("--gpus", metavar="SPEC", help="The cluster, where the plan's is not at hand.")
+    str | None,
+    typer.Option(
+        "--gpus", metavar="SPEC", help="The cluster, where the plan's is not at hand.", autocompletion=completions.specs
+    ),
 ]
 Output = Annotated[
     Path | None,
@@ -73,17 +89,23 @@ def explain(
         if output is not None:
             write(output, plan.to_json(), what="plan")
     if json:
-        console.result_json(plan.to_dict())
+        from autoplan.explain.answer import answer
+
+        console.result_json(answer(plan))
     elif is_stdout(output):
         return
     elif what_if:
-        from autoplan.explain.reasons import other_answers
+        from autoplan.explain.changes import would_change
+        from autoplan.explain.text import columns
 
-        typer.echo("\n".join(other_answers(plan)))
+        with columns(console.out().width):
+            typer.echo("\n".join(would_change(plan)))
         if output is not None:
             console.note(f"wrote {output}; next: autoplan report {output}")
     else:
-        typer.echo(plan.explain().rstrip("\n"))
+        from autoplan.explain import explain as told
+
+        typer.echo(told(plan, width=console.out().width, file=shlex.quote(str(path))).rstrip("\n"))
 
 
 def _deeper(plan: Plan, layer: str | None, model: str | None, gpus: str | None, *, json: bool) -> None:

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from autoplan.cli import console, options
+from autoplan.cli import completions, console, options
 from autoplan.cli.output import check_folder, is_stdout
 
 
@@ -19,6 +19,7 @@ def export(
             "--to",
             metavar="TOOL",
             help="torchtitan, megatron, deepspeed, accelerate, fsdp2, transformers, slurm or kubernetes.",
+            autocompletion=completions.targets,
         ),
     ],
     output: Annotated[

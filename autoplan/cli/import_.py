@@ -7,14 +7,19 @@ from typing import Annotated
 
 import typer
 
-from autoplan.cli import console, options
+from autoplan.cli import completions, console, options
 
 
 def import_(
     file: Annotated[Path, typer.Argument(metavar="FILE", help="A configuration, recipe or launch script.")],
     tool: Annotated[
         str | None,
-        typer.Option("--from", metavar="TOOL", help="Whose it is; guessed from the file where it is not said."),
+        typer.Option(
+            "--from",
+            metavar="TOOL",
+            help="Whose it is; guessed from the file where it is not said.",
+            autocompletion=completions.targets,
+        ),
     ] = None,
     json: options.Json = False,
 ) -> None:

@@ -8,16 +8,25 @@ from typing import Annotated
 
 import typer
 
-from autoplan.cli import answer, console, options
+from autoplan.cli import answer, completions, console, options
 from autoplan.cluster import Cluster
 from autoplan.errors import ClusterError, InfeasibleError
 
 
 def min_gpus(
     model: options.Model,
-    gpu: Annotated[str | None, typer.Option("--gpu", metavar="KIND", help="The kind of GPU: H100.")] = None,
+    gpu: Annotated[
+        str | None,
+        typer.Option("--gpu", metavar="KIND", help="The kind of GPU: H100.", autocompletion=completions.kinds),
+    ] = None,
     gpus: Annotated[
-        str | None, typer.Option("--gpus", metavar="SPEC", help="Or a cluster, of whose kind and nodes they are.")
+        str | None,
+        typer.Option(
+            "--gpus",
+            metavar="SPEC",
+            help="Or a cluster, of whose kind and nodes they are.",
+            autocompletion=completions.specs,
+        ),
     ] = None,
     global_batch: options.GlobalBatch = None,
     seq: options.Sequence = None,

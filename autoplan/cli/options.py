@@ -9,28 +9,15 @@ from typing import Annotated, Any
 
 import typer
 
+from autoplan.cli import completions
 from autoplan.errors import StrategyError
-
-
-def _presets(incomplete: str) -> list[str]:
-    """What a shell offers for MODEL: presets, and (none being offered) its own files."""
-    from autoplan.models.catalog import presets
-
-    return [entry.name for entry in presets() if entry.name.startswith(incomplete)]
-
-
-def _specs(incomplete: str) -> list[str]:
-    """What a shell offers for SPEC: kinds of GPUs, behind a number that is there already or a node of 8."""
-    from autoplan.cluster.hardware import device_kinds
-
-    counted, times, kind = incomplete.rpartition("x")
-    return [f"{counted if times else 8}x{name}" for name in device_kinds() if name.startswith(kind if times else "")]
-
 
 Model = Annotated[
     str,
     typer.Argument(
-        metavar="MODEL", help="A preset, a Hugging Face config.json, or file.py:factory.", autocompletion=_presets
+        metavar="MODEL",
+        help="A preset, a Hugging Face config.json, or file.py:factory.",
+        autocompletion=completions.presets,
     ),
 ]
 Gpus = Annotated[
@@ -39,7 +26,7 @@ Gpus = Annotated[
         "--gpus",
         metavar="SPEC",
         help="8, 8xH100, 2x8xA100-80GB, 8xH100+8xA100, or a cluster file.",
-        autocompletion=_specs,
+        autocompletion=completions.specs,
     ),
 ]
 GlobalBatch = Annotated[
@@ -47,10 +34,22 @@ GlobalBatch = Annotated[
 ]
 Sequence = Annotated[int | None, typer.Option("--seq", metavar="N", help="Tokens in one sample.")]
 Precision = Annotated[
-    str | None, typer.Option("--precision", metavar="NAME", help="fp32, bf16, fp16, fp8, mxfp8 or nvfp4.")
+    str | None,
+    typer.Option(
+        "--precision",
+        metavar="NAME",
+        help="fp32, bf16, fp16, fp8, mxfp8 or nvfp4.",
+        autocompletion=completions.precisions,
+    ),
 ]
 Optimizer = Annotated[
-    str, typer.Option("--optimizer", metavar="NAME", help="adamw, adamw8bit, sgd, sgd-momentum, adafactor, lion, ...")
+    str,
+    typer.Option(
+        "--optimizer",
+        metavar="NAME",
+        help="adamw, adamw8bit, sgd, sgd-momentum, adafactor, lion, ...",
+        autocompletion=completions.optimizers,
+    ),
 ]
 StrategyText = Annotated[
     list[str] | None,
@@ -58,6 +57,7 @@ StrategyText = Annotated[
         "--strategy",
         metavar="K=V,...",
         help="Force parts of the answer, or bound them: data=4,tensor=1|2,pipeline<=4.",
+        autocompletion=completions.strategy,
     ),
 ]
 Compiled = Annotated[bool, typer.Option("--compiled", help="Price stages that run under torch.compile.")]
@@ -71,7 +71,12 @@ Stages = Annotated[
 ]
 InsideNode = Annotated[
     str | None,
-    typer.Option("--inside-node", metavar="AXIS,...", help="Axes whose groups cross no node: tensor,data."),
+    typer.Option(
+        "--inside-node",
+        metavar="AXIS,...",
+        help="Axes whose groups cross no node: tensor,data.",
+        autocompletion=completions.axes,
+    ),
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of tables.")]
 Output = Annotated[

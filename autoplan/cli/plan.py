@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from autoplan.cli import answer, options
+from autoplan.cli import answer, completions, options
 
 
 def plan(
@@ -25,7 +25,10 @@ def plan(
     like: Annotated[
         str | None,
         typer.Option(
-            "--like", metavar="TOOL", help="Only what it can express: megatron, deepspeed-zero3, fsdp2, ddp..."
+            "--like",
+            metavar="TOOL",
+            help="Only what it can express: megatron, deepspeed-zero3, fsdp2, ddp...",
+            autocompletion=completions.like,
         ),
     ] = None,
     time_limit: Annotated[

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from autoplan.cli import answer, console, options
+from autoplan.cli import answer, completions, console, options
 from autoplan.errors import StrategyError
 
 
@@ -16,7 +16,12 @@ def predict(
     gpus: options.Gpus,
     strategy: Annotated[
         list[str] | None,
-        typer.Option("--strategy", metavar="K=V,...", help="The strategy: data=4,tensor=2,zero_stage=1."),
+        typer.Option(
+            "--strategy",
+            metavar="K=V,...",
+            help="The strategy: data=4,tensor=2,zero_stage=1.",
+            autocompletion=completions.strategy,
+        ),
     ] = None,
     config: Annotated[
         Path | None,

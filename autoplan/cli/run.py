@@ -11,22 +11,33 @@ from typing import Annotated
 
 import typer
 
+from autoplan.cli import completions
 from autoplan.errors import ClusterError, ModelError
 
 
 def run(
     context: typer.Context,
     script: Annotated[str, typer.Argument(metavar="SCRIPT.py", help="The training script; its arguments follow it.")],
-    gpus: Annotated[str, typer.Option("--gpus", metavar="SPEC", help="4, or 4xH100: processes on this machine.")],
-    device: Annotated[str | None, typer.Option("--device", help="cuda, or cpu for gloo processes.")] = None,
+    gpus: Annotated[
+        str,
+        typer.Option(
+            "--gpus", metavar="SPEC", help="4, or 4xH100: processes on this machine.", autocompletion=completions.specs
+        ),
+    ],
+    device: Annotated[
+        str | None,
+        typer.Option("--device", help="cuda, or cpu for gloo processes.", autocompletion=completions.devices),
+    ] = None,
     max_restarts: Annotated[
         int, typer.Option("--max-restarts", min=0, metavar="N", help="Go on without failed ranks, at most N times.")
     ] = 0,
 ) -> None:
     """Run a script on local processes, one a GPU. What follows `--` goes to the script untouched.
 
-    Exits with the failed process's own code. With --max-restarts the script starts again on the ranks that did not
-    fail: autoplan.compile plans for them, and Checkpoints.resume() goes on from the latest checkpoint.
+    Exits with the failed process's own code, whatever it is: 0, 1 and 3 are then the script's, and not what other
+    commands mean by them. Where autoplan itself ends it, an `error:` line on stderr says so. With --max-restarts the
+    script starts again on the ranks that did not fail: autoplan.compile plans for them, and Checkpoints.resume() goes
+    on from the latest checkpoint.
 
     Example: autoplan run train.py --gpus 4 --device cpu -- --steps 20
     """

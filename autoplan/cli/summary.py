@@ -8,6 +8,7 @@ from rich.table import Table
 from rich.text import Text
 
 from autoplan.cli.console import table
+from autoplan.explain.reasons import compromise
 from autoplan.explain.text import count, percent, seconds, size
 from autoplan.plan import Plan, Stage
 
@@ -63,9 +64,15 @@ def _fact_lines(plan: Plan) -> dict[str, list[str]]:
         "Proof": [
             f"{proof.status}, gap {percent(proof.gap)}: {proof.considered} plans considered, "
             f"{proof.pruned_by_memory} did not fit, {proof.solved} solved",
+            *_preferred(plan),
             *_simulated(plan),
         ],
     }
+
+
+def _preferred(plan: Plan) -> list[str]:
+    """What the plan takes more than the fastest that the proof is of, by the rules of what is preferred."""
+    return [said] if (said := compromise(plan)) else []
 
 
 def _simulated(plan: Plan) -> list[str]:

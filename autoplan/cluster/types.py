@@ -104,6 +104,14 @@ class Cluster:
             groups=tuple(group.with_links(intra=intra, inter=inter) for group in self.groups),
         )
 
+    def with_memory(self, times: float) -> Cluster:
+        """The same machines with so many times the memory on every GPU."""
+        return dataclasses.replace(
+            self,
+            device=dataclasses.replace(self.device, memory_bytes=self.device.memory_bytes * times),
+            groups=tuple(group.with_memory(times) for group in self.groups),
+        )
+
     @classmethod
     def parse(cls, spec: str | int | Path | Cluster) -> Cluster:
         """A cluster from SPEC (see the package); raises :class:`ClusterError` naming what is wrong."""

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+from autoplan.explain.changes import AS_FAST, SHARDING_GAIN
 from autoplan.explain.text import count, heading, paragraph, percent, seconds, size
-from autoplan.plan import Alternative, Crossing, OtherAnswer, Plan
+from autoplan.plan import Alternative, Plan
 
 # How the best candidate's split was proven, by the certificate's ``solver``.
-_AS_FAST = 0.02  # of the step: nearer than that, less parallelism wins
 _PROOFS = {
     "enumeration": "(it has one stage: nothing to split)",
     "bound": "(its stages meet their own lower bound)",
@@ -58,98 +58,56 @@ def _outcome(other: Alternative) -> str:
     return f"{size(other.short_by_bytes)} short" if other.step_time_s is None else seconds(other.step_time_s)
 
 
-def other_answers(plan: Plan) -> list[str]:
-    """What the decision would be on other machines, where that was asked; else what the search found on its way."""
-    lines = [heading("What would change the decision")]
-    for text in changes(plan):
-        lines += paragraph(f"- {text}", hanging="  ")
-    if not plan.other_answers:
-        lines += paragraph("`autoplan explain PLAN.json --what-if` searches again, with other memory and other links.")
-    return lines
-
-
-def changes(plan: Plan) -> list[str]:
-    """The same as sentences."""
-    said = [f"with {other.condition}: {_other_answer(plan, other)}" for other in plan.other_answers]
-    return said or [*_would_fit(plan), _spare(plan), *(_crossing(crossing) for crossing in plan.crossings)]
-
-
-def _would_fit(plan: Plan) -> list[str]:
-    """What more memory would let fit with fewer kinds of parallelism than the plan has."""
-    fits: dict[str, str] = {}
-    for other in plan.alternatives:
-        if other.step_time_s is None and len(other.strategy.axes) < len(plan.strategy.axes):
-            fits[size(other.short_by_bytes)] = other.strategy.describe()
-    return [f"with {more} more on each GPU {what} would fit" for more, what in fits.items()]
-
-
-def _spare(plan: Plan) -> str:
-    """How much less memory the plan itself would do with."""
-    least = min(plan.cluster.memory_of(stage) - stage.peak_memory_bytes for stage in plan.stages)
-    return f"with more than {size(max(0.0, least))} less on each GPU the plan would not fit as it is"
-
-
-def _crossing(crossing: Crossing) -> str:
-    where = "between nodes" if crossing.quantity == "inter_bytes_per_s" else "inside a node"
-    if crossing.strategy is None or crossing.step_time_s is None:
-        times = f"{crossing.factor:g}"
-        return f"with links {where} {times} times as fast, or 1/{times} as fast: none of the above beats it"
-    return (
-        f"with about {crossing.value / 1e9:.3g} GB/s a GPU {where} ({crossing.factor:.2g} times what it is): "
-        f"{crossing.strategy.describe()}, {seconds(crossing.step_time_s)} a step"
-    )
-
-
-def _other_answer(plan: Plan, other: OtherAnswer) -> str:
-    if other.strategy is None or other.step_time_s is None:
-        return "nothing fits"
-    change = other.step_time_s / plan.predicted.step_time_s - 1
-    pace = f"{percent(abs(change))} {'slower' if change > 0 else 'faster'}"
-    if abs(change) <= _AS_FAST:
-        pace = f"which counts as equal (within {_AS_FAST:.0%})" if change > 0 else "as fast"
-    decided = other.strategy.describe()
-    decided = "the same decision" if decided == plan.strategy.describe() else decided
-    return f"{decided}, {seconds(other.step_time_s)} a step, {pace}"
-
-
 def proof(plan: Plan) -> list[str]:
     """What was proven, by whom, over how many candidates."""
-    proven = plan.certificate
     lines = [heading("Proof")]
-    listed = (
+    sentences = (_considered(plan), _verdict(plan), compromise(plan), _simulated(plan))
+    return lines + paragraph(" ".join(sentence for sentence in sentences if sentence))
+
+
+def _considered(plan: Plan) -> str:
+    proven = plan.certificate
+    return (
         f"{proven.considered:,} combinations of degrees, ZeRO stage, micro-batch size and schedule were considered: "
         f"{proven.pruned_by_memory:,} can't fit, {proven.pruned_by_bound:,} can't be fast enough by their lower bound, "
         f"{proven.solved:,} were solved."
     )
-    if proven.status == "optimal":
-        how = _PROOFS.get(proven.solver, f"(proven by {proven.solver})")
-        objective_s = proven.objective_bound_s or proven.lower_bound_s
-        form = "the longest stage for every micro-batch but one, all stages once, the end of the step"
-        verdict = f"In closed form ({form}) no candidate takes less than {seconds(objective_s)} {how}."
-        if proven.solver == "even stages":
-            verdict = (
-                f"No candidate takes less than {seconds(objective_s)}: under 1F1B in closed form ({form}), under "
-                f"interleaved and zero-bubble schedules in the simulator, each with its most even stages."
-            )
-    else:
-        verdict = (
-            f"Not proven: some candidate might take {seconds(proven.objective_bound_s or proven.lower_bound_s)}, "
-            f"{percent(proven.gap)} less than the best that was found."
+
+
+def _verdict(plan: Plan) -> str:
+    proven = plan.certificate
+    objective_s = proven.objective_bound_s or proven.lower_bound_s
+    if proven.status != "optimal":
+        return (
+            f"Not proven: some candidate might take {seconds(objective_s)}, {percent(proven.gap)} less than the best "
+            f"that was found."
         )
-    sentences = (listed, verdict, _compromise(plan), _simulated(plan))
-    lines += paragraph(" ".join(sentence for sentence in sentences if sentence))
-    return lines
+    form = "the longest stage for every micro-batch but one, all stages once, the end of the step"
+    if proven.solver == "even stages":
+        return (
+            f"No candidate takes less than {seconds(objective_s)}: under 1F1B in closed form ({form}), under "
+            f"interleaved and zero-bubble schedules in the simulator, each with its most even stages."
+        )
+    how = _PROOFS.get(proven.solver, f"(proven by {proven.solver})")
+    return f"In closed form ({form}) no candidate takes less than {seconds(objective_s)} {how}."
 
 
-def _compromise(plan: Plan) -> str:
+def compromise(plan: Plan) -> str:
+    """What the plan gives up of the shortest step, on purpose, and for what; "" where that is nothing."""
     proven = plan.certificate
     if not proven.best_s or proven.objective_s <= proven.best_s * (1 + 1e-9):
         return ""
-    more = proven.objective_s / proven.best_s - 1
-    why = "within 2% of the shortest simulated step, less parallelism wins"
-    if plan.strategy.data > 1 and not plan.strategy.zero_stage and more > 0.02:
-        why = "state that fits whole on every rank is sharded only where that gains more than 10%"
-    return f"The plan takes {percent(more)} more than that: {why}."
+    more = percent(proven.objective_s / proven.best_s - 1)
+    if not _is_whole(plan) or proven.objective_s <= proven.best_s * (1 + AS_FAST):
+        why = f"within {AS_FAST:.0%} the least parallel plan is preferred, and this is it"
+    else:
+        why = f"state that fits whole on every rank is sharded only where that gains more than {SHARDING_GAIN:.0%}"
+    return f"The plan takes {more} more than the fastest candidate, by rule and not for want of proof: {why}."
+
+
+def _is_whole(plan: Plan) -> bool:
+    """Whether the plan keeps state whole that it might have sharded."""
+    return plan.strategy.data > 1 and not plan.strategy.zero_stage
 
 
 def _simulated(plan: Plan) -> str:
@@ -160,7 +118,7 @@ def _simulated(plan: Plan) -> str:
     timed = f"The schedule simulator, which gives the step time above, timed {nearest}"
     if proven.simulated_gap <= 1e-9:
         return f"{timed}: no candidate's step is shorter than the plan's."
-    optimal = ', so that "optimal" is said of the closed form' if proven.status == "optimal" else ""
+    optimal = ", so that the proof above is of the closed form alone" if proven.status == "optimal" else ""
     return (
         f"{timed}: it is proven that no candidate's step is shorter than {seconds(proven.lower_bound_s)}, "
         f"{percent(proven.simulated_gap)} less than the plan's, and no more than that{optimal}."

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from autoplan.explain.axis_words import members, when
-from autoplan.explain.text import bar, count, heading, paragraph, percent, seconds, shorten, size
+from autoplan.explain.text import WIDTH, bar, count, heading, paragraph, percent, seconds, shorten, size, width
 from autoplan.plan import Axis, Plan, Stage
 
 # Letters of the memory bars: what is left over goes under "x".
@@ -16,7 +16,7 @@ _GROUPS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
     ("O", "optimizer state and master weights", ("optimizer_state", "master_weights")),
     ("A", "saved activations", ("saved_activations", "received_activations")),
 )
-_LAYERS, _BAR = 22, 15
+_LAYERS, _BAR = 22, 15  # columns of the two that grow with the terminal, of 80
 # More rows than this and runs of stages that are alike share one.
 _MOST_ROWS = 16
 
@@ -64,14 +64,15 @@ def stages(plan: Plan) -> list[str]:
         f"Memory of {' or '.join(sizes)}: {legend}, x everything else. One mb is a micro-batch's forward and backward, "
         "work a stage's share of the model's FLOPs."
     )
-    lines.append(f"{'stage':>7} {'layers':<{_LAYERS}} {'params':>7} {'work':>6} {'one mb':>8}  memory")
-    work = sum(stage.flops for stage in plan.stages)
+    room = _names_room()
+    lines.append(f"{'stage':>7} {'layers':<{room}} {'params':>7} {'work':>6} {'one mb':>8}  memory")
+    shares = work_shares(plan)
     for row in _rows(plan):
         stage, capacity = row.stage, plan.cluster.memory_of(row.stage)
         label = str(row.first) if row.first == row.last else f"{row.first}-{row.last}"
         lines.append(
-            f"{label:>7} {shorten(_layers(plan, row), _LAYERS):<{_LAYERS}} {count(stage.parameters):>7} "
-            f"{percent(stage.flops / work) if work else '':>6} "
+            f"{label:>7} {shorten(_layers(plan, row, room), room):<{room}} {count(stage.parameters):>7} "
+            f"{percent(shares[row.first]) if shares[row.first] else '':>6} "
             f"{seconds(stage.forward_s + stage.backward_s):>8}  {_memory_bar(stage, capacity)} "
             f"{percent(stage.peak_memory_bytes / capacity):>6}"
         )
@@ -92,6 +93,16 @@ def stages(plan: Plan) -> list[str]:
     return lines
 
 
+def _spare() -> int:
+    """Columns beyond 80."""
+    return max(0, width() - WIDTH)
+
+
+def _names_room() -> int:
+    """Columns of layers' names: half of what there is beyond 80 goes to them, the rest to the bars."""
+    return _LAYERS + _spare() // 2
+
+
 def _rows(plan: Plan) -> list[_Row]:
     rows: list[_Row] = []
     merge = len(plan.stages) > _MOST_ROWS
@@ -110,7 +121,7 @@ def _alike(one: Stage, other: Stage) -> bool:
     return same and abs(one.forward_s - other.forward_s) <= 1e-6 * one.forward_s
 
 
-def _layers(plan: Plan, row: _Row) -> str:
+def _layers(plan: Plan, row: _Row, room: int) -> str:
     names = plan.model.layers
     first, last = plan.stages[row.first].first_layer, plan.stages[row.last].last_layer
     number = last - first + 1
@@ -118,15 +129,15 @@ def _layers(plan: Plan, row: _Row) -> str:
         return _short(names[first])
     if row.first != row.last:
         return f"{row.last - row.first + 1} stages x {number // (row.last - row.first + 1)} layers"
-    return _ends(_short(names[first]), _short(names[last]), f" ({number})")
+    return _ends(_short(names[first]), _short(names[last]), f" ({number})", room)
 
 
-def _ends(first: str, last: str, counted: str) -> str:
-    """``layers.0..15 (16)``: the first and the last of some layers, and how many they are."""
+def _ends(first: str, last: str, counted: str, columns: int = _LAYERS) -> str:
+    """``layers.0..15 (16)``: the first and the last of some layers, and how many they are, in so many ``columns``."""
     stem, _, number = last.rpartition(".")
     if stem and number.isdigit() and first.rpartition(".")[0] == stem:
         last = number
-    room = _LAYERS - len(counted) - 2
+    room = columns - len(counted) - 2
     first = shorten(first, max(room // 2, room - len(last)))
     return f"{first}..{shorten(last, room - len(first))}{counted}"
 
@@ -135,6 +146,18 @@ def _short(name: str) -> str:
     """The end of a module path that says which layer it is: ``layers.5`` of ``model.layers.5``."""
     parts = name.split(".")
     return ".".join(parts[-2:] if parts[-1].isdigit() else parts[-1:])
+
+
+def work_shares(plan: Plan) -> list[float]:
+    """Each stage's share of the model's FLOPs; 0 where the plan does not say."""
+    work = sum(stage.flops for stage in plan.stages)
+    return [stage.flops / work if work else 0.0 for stage in plan.stages]
+
+
+def layers_of(plan: Plan, stage: Stage) -> str:
+    """The first and the last layer of a stage by name."""
+    names = plan.model.layers
+    return " to ".join(names[i] for i in dict.fromkeys((stage.first_layer, stage.last_layer)))
 
 
 def _recompute(stage: Stage) -> str:
@@ -147,10 +170,11 @@ def _memory_bar(stage: Stage, capacity: float) -> str:
     shares = [(letter, sum(terms.get(name, 0.0) for name in names)) for letter, _, names in _GROUPS]
     shares.append(("x", stage.peak_memory_bytes - known))
     text, reached = "", 0.0
+    marks = _BAR + (_spare() + 1) // 2
     for letter, value in shares:
         reached += value
-        text += letter * max(0, round(reached / capacity * _BAR) - len(text))
-    return f"[{text[:_BAR]:.<{_BAR}}]"
+        text += letter * max(0, round(reached / capacity * marks) - len(text))
+    return f"[{text[:marks]:.<{marks}}]"
 
 
 def memory(plan: Plan) -> list[str]:
@@ -160,7 +184,7 @@ def memory(plan: Plan) -> list[str]:
     where = f"stage {index}" if len(plan.stages) > 1 else "each GPU"
     lines = [heading(f"Memory of {where}: {size(stage.peak_memory_bytes)} of {size(capacity)}")]
     for name, value in sorted(stage.memory_terms.items(), key=lambda term: -term[1]):
-        lines.append(f"  {name.replace('_', ' '):<24} {size(value):>10}  {bar(value / capacity, 40)}")
+        lines.append(f"  {name.replace('_', ' '):<24} {size(value):>10}  {bar(value / capacity, 40 + _spare())}")
     return lines
 
 
@@ -171,30 +195,39 @@ def step(plan: Plan) -> list[str]:
     for name, value in predicted.time_terms.items():
         if value > 0:
             share = value / predicted.step_time_s
-            lines.append(f"  {name.replace('_', ' '):<24} {seconds(value):>10}  {bar(share, 32)} {percent(share):>6}")
-    compute = sum(predicted.time_terms.get(name, 0.0) for name in ("forward", "backward", "recompute"))
+            lines.append(
+                f"  {name.replace('_', ' '):<24} {seconds(value):>10}  {bar(share, 32 + _spare())} {percent(share):>6}"
+            )
     if predicted.exposed_communication_s > 0:
+        times = _computed_s(plan) / predicted.exposed_communication_s
         lines += paragraph(
-            f"Computation takes {compute / predicted.exposed_communication_s:.1f} times as long as the communication "
-            f"that nothing hides. {_one_micro_batch(plan, compute)}".strip()
+            f"Computation takes {times:.1f} times as long as the communication that nothing hides. "
+            f"{_one_micro_batch(plan)}".strip()
         )
     return lines
 
 
-def _one_micro_batch(plan: Plan, compute_s: float) -> str:
-    """What a micro-batch computes against what it sends, and why it has its size; synchronisation, which comes once a
-    step, left out."""
-    terms, strategy = plan.predicted.time_terms, plan.strategy
-    number = strategy.micro_batches
+def _computed_s(plan: Plan) -> float:
+    return sum(plan.predicted.time_terms.get(name, 0.0) for name in ("forward", "backward", "recompute"))
+
+
+def ratio_of(plan: Plan) -> tuple[float, float, str]:
+    """What a micro-batch computes and what it sends, in seconds, and why it has its size; synchronisation, which comes
+    once a step, left out."""
+    terms, number = plan.predicted.time_terms, plan.strategy.micro_batches
     waited_s = sum(terms.get(name, 0.0) for name in ("tensor_communication", "sharded_state")) / number
-    sent_s = waited_s + _sends_s(plan)
+    return _computed_s(plan) / number, waited_s + _sends_s(plan), _why_this_size(plan)
+
+
+def _one_micro_batch(plan: Plan) -> str:
+    computes_s, sent_s, why = ratio_of(plan)
     if sent_s <= 0:
         return ""
-    ratio = compute_s / number / sent_s
+    ratio = computes_s / sent_s
     verdict = "its computation covers that" if ratio >= 1 else "its communication is the longer"
     return (
-        f"A micro-batch of {strategy.micro_batch_size} computes for {seconds(compute_s / number)} and communicates for "
-        f"{seconds(sent_s)}, a ratio of {ratio:.1f}: {verdict}. {_why_this_size(plan)}"
+        f"A micro-batch of {plan.strategy.micro_batch_size} computes for {seconds(computes_s)} and communicates for "
+        f"{seconds(sent_s)}, a ratio of {ratio:.1f}: {verdict}. {why}"
     )
 
 

@@ -2,11 +2,33 @@
 
 from __future__ import annotations
 
+import contextlib
 import textwrap
+from collections.abc import Iterator
+from contextvars import ContextVar
 
-WIDTH = 80
+# Columns: what is written has so many unless more are there, and sentences never more than the last, to be read.
+WIDTH, WIDEST, WIDEST_TEXT = 80, 160, 100
 _BINARY = ((2**40, "TiB"), (2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB"))
 _COUNTS = ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k"))
+
+
+_width: ContextVar[int] = ContextVar("columns", default=WIDTH)
+
+
+@contextlib.contextmanager
+def columns(number: int) -> Iterator[None]:
+    """Headings, paragraphs and :func:`width` take ``number`` columns inside, from :data:`WIDTH` to :data:`WIDEST`."""
+    token = _width.set(max(WIDTH, min(WIDEST, number)))
+    try:
+        yield
+    finally:
+        _width.reset(token)
+
+
+def width() -> int:
+    """Columns that tables may take."""
+    return _width.get()
 
 
 def size(value: float) -> str:
@@ -39,13 +61,14 @@ def percent(value: float) -> str:
 
 def heading(text: str) -> str:
     """A section's first line."""
-    return f"{text} {'-' * (WIDTH - len(text) - 1)}"
+    return f"{text} {'-' * (width() - len(text) - 1)}"
 
 
 def paragraph(text: str, *, indent: str = "", hanging: str | None = None) -> list[str]:
     """``text`` wrapped; ``hanging`` is the indent of all lines but the first."""
     follow = indent if hanging is None else hanging
-    return textwrap.wrap(text, WIDTH, initial_indent=indent, subsequent_indent=follow, break_on_hyphens=False)
+    most = min(width(), WIDEST_TEXT)
+    return textwrap.wrap(text, most, initial_indent=indent, subsequent_indent=follow, break_on_hyphens=False)
 
 
 def shorten(text: str, width: int) -> str:

@@ -1,7 +1,7 @@
 """What the commands print with ``--json``, as types: each object has ``schema`` 1, and only grows.
 
-``plan``, ``predict``, ``show`` and ``explain`` print a plan (:mod:`autoplan.report.schema`), the first two with
-``seconds``, or :class:`Infeasible`; what a command cannot answer is :class:`Refused`. Bytes, seconds and FLOPs are
+``plan``, ``predict`` and ``show`` print a plan (:mod:`autoplan.report.schema`), the first two with ``seconds``, or
+:class:`Infeasible`; what a command cannot answer is :class:`Refused`. Bytes, seconds and FLOPs are
 plain numbers, their unit in the name. No figure is NaN or infinite, which JSON has not.
 """
 
@@ -13,6 +13,7 @@ from typing import Any, Literal
 from pydantic import ConfigDict, TypeAdapter
 from typing_extensions import TypedDict  # pydantic wants this one before Python 3.12
 
+from autoplan.explain.answer import Explained
 from autoplan.explain.operators import Row
 from autoplan.plan import SCHEMA_VERSION, Plan, Strategy
 from autoplan.report.difference import Change
@@ -335,7 +336,7 @@ ANSWERS: dict[str, Any] = {
     "fit": Fits | Infeasible,
     "min-gpus": Fewest | Infeasible,
     "compare": Compared,
-    "explain": Plan | Operators | OneLayer,
+    "explain": Explained | Operators | OneLayer,
     "show": Plan | Drawn,
     "simulate": Simulated,
     "report": Reported,

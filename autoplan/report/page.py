@@ -18,7 +18,7 @@ from jinja2 import Environment, FunctionLoader, StrictUndefined, Template
 from markupsafe import Markup
 
 from autoplan.errors import StrategyError
-from autoplan.explain import axis_words, reasons
+from autoplan.explain import axis_words, changes, reasons
 from autoplan.explain.text import count, percent, seconds, size
 from autoplan.plan import Plan, Stage
 from autoplan.report import drawing, machines, model_graph, scatter, step
@@ -63,7 +63,9 @@ def _facts(plan: Plan) -> dict[str, Any]:
         "model": model_graph.picture(plan),
         "machines": machines.picture(plan),
         "scatter": scatter.picture(plan),
-        "other_answers": reasons.changes(plan),
+        "changes": list(changes.groups(plan)),
+        "basis": changes.basis(plan),
+        "search_again": changes.command("PLAN.json"),
         "script": Markup(script),
         "script_hash": base64.b64encode(hashlib.sha256(script.encode()).digest()).decode(),
         "pictures": drawing.pipeline(simulated) if simulated else (),

@@ -1,8 +1,10 @@
-"""Where the decision stands to links: at which speed of one kind of them another family's plan would win.
+"""Where the decision stands to links and to memory: at which speed of one kind of links another family's plan would
+win, and with how much memory a family that does not fit would, and how long it would then take.
 
-The plan and the best of each family that lost keep their stages and what they compute; only what they transfer is
-priced again, which takes a fraction of a millisecond each. A search cuts stages anew at every speed, so that the
-decision changes near what is found here, and mostly before it.
+The plan and the best of each family that lost keep their stages. Over other links only what they transfer is priced
+again, which takes a fraction of a millisecond each; what does not fit is priced on GPUs that just hold it, which takes
+a few. A search there cuts stages anew and recomputes otherwise, so that the decision changes near what is found here,
+and mostly before it.
 """
 
 from __future__ import annotations
@@ -21,11 +23,15 @@ from autoplan.plan import Crossing, Strategy
 from autoplan.search import listed
 from autoplan.search.choice import SHARDING_TOLERANCE
 from autoplan.search.engine import TOLERANCE
-from autoplan.search.evaluate import Evaluation, StageCosts
-from autoplan.search.space import Space
+from autoplan.search.evaluate import Evaluation, StageCosts, evaluate_decision
+from autoplan.search.problem import Problem
+from autoplan.search.shortfall import Shortfall
+from autoplan.search.space import Space, open_space
+from autoplan.search.timing import brief_step_s
 
 # Times as fast, or as slow, that are tried; steps of the bisection to the nearest, on a scale of ratios.
 FURTHEST, HALVINGS = 8.0, 5
+ROUNDING = 1e-9  # of memory: what just fits by one sum fits by another
 
 Scaled = Callable[[Cluster, float], Cluster]
 
@@ -51,6 +57,30 @@ def crossings(chosen: Priced, others: Sequence[Priced]) -> tuple[Crossing, ...]:
     if cluster.gpus_per_node > 1:
         kinds.append(("intra_bytes_per_s", cluster.intra.bytes_per_s, lambda c, f: c.with_links(intra=f)))
     return tuple(found for kind in kinds for found in _of_kind(chosen, others, *kind))
+
+
+def fitting(problem: Problem, short: Sequence[Shortfall]) -> tuple[Crossing, ...]:
+    """With how much memory of a GPU each of ``short``, of one kind of GPUs, would fit, and its step on such: with the
+    stages that need least, and recomputing no more than it must."""
+    if problem.cluster.groups:
+        return ()
+    memory = problem.cluster.device.memory_bytes
+    found = []
+    for each in short:
+        value = memory + each.short_bytes
+        there = dataclasses.replace(problem, cluster=problem.cluster.with_memory(value / memory * (1 + ROUNDING)))
+        space = open_space(there).ordered(each.order)
+        priced = evaluate_decision(space, each.strategy, each.cuts, step_s=brief_step_s)
+        found.append(
+            Crossing(
+                quantity="memory_bytes",
+                value=value,
+                factor=value / memory,
+                strategy=each.strategy,
+                step_time_s=priced.step_s,
+            )
+        )
+    return tuple(found)
 
 
 def _of_kind(chosen: Priced, others: Sequence[Priced], quantity: str, now: float, scaled: Scaled) -> Iterator[Crossing]:

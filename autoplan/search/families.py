@@ -8,8 +8,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from autoplan.plan import Alternative, Strategy
+from autoplan.search.choice import SHARDING_TOLERANCE
 from autoplan.search.decisions import Decision
-from autoplan.search.engine import Engine
+from autoplan.search.engine import TOLERANCE, Engine
 from autoplan.search.evaluate import Evaluation, evaluate_decision, time_terms
 from autoplan.search.shortfall import Shortfall, nearest
 from autoplan.search.timing import brief_step_s
@@ -146,11 +147,19 @@ def _slower(evaluation: Evaluation, chosen: Evaluation, forced: bool) -> str:
     ratio = evaluation.step_s / chosen.step_s
     if ratio < 1:
         gain = f"{(1 - ratio) * 100:.1f}% faster"
-        return f"{gain}, but other values were forced" if forced else f"{gain}, for more parallelism"
+        return f"{gain}, but other values were forced" if forced else f"{gain}, {_given_up(evaluation, chosen)}"
     if ratio < 1.0005:
         return "equally fast, with no less parallelism"
     pace = f"{(ratio - 1) * 100:.1f}% slower" if ratio < 2 else f"{ratio:.1f} times as long"
     return f"{pace}: {_largest_excess(evaluation, chosen)}"
+
+
+def _given_up(evaluation: Evaluation, chosen: Evaluation) -> str:
+    """Why a faster plan lost: which of the two rules of :mod:`.choice` prefers the chosen one."""
+    whole = chosen.strategy.data > 1 and not chosen.strategy.zero_stage
+    if whole and chosen.step_s > evaluation.step_s * (1 + TOLERANCE):
+        return f"but state that fits whole is sharded only for a gain of more than {SHARDING_TOLERANCE:.0%}"
+    return f"but within {TOLERANCE:.0%} of the fastest less parallelism is preferred"
 
 
 def _largest_excess(evaluation: Evaluation, chosen: Evaluation) -> str:

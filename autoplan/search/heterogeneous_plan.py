@@ -301,7 +301,9 @@ def _handicap(way: Way) -> str:
 def _pace(step_s: float, plan: Plan) -> str:
     ratio = step_s / plan.predicted.step_time_s
     if ratio < 0.9995:
-        return f"{(1 - ratio) * 100:.1f}% faster, for more parallelism"
+        return (
+            f"{(1 - ratio) * 100:.1f}% faster, but within {TOLERANCE:.0%} of the fastest less parallelism is preferred"
+        )
     if ratio < 1.0005:
         return "equally fast"
     return f"{(ratio - 1) * 100:.1f}% slower" if ratio < 2 else f"{ratio:.1f} times as long"

@@ -15,7 +15,7 @@ from autoplan.search.axes import axes
 from autoplan.search.cases import case
 from autoplan.search.constraints import asked, freed
 from autoplan.search.context import context_degree, restored, sliced
-from autoplan.search.crossings import Priced, crossings
+from autoplan.search.crossings import Priced, crossings, fitting
 from autoplan.search.engine import TOLERANCE, Engine, Found
 from autoplan.search.evaluate import Evaluation, evaluate_decision, plan_stages, predicted
 from autoplan.search.expert import expert_degree, experts_apart, respread, spread
@@ -179,7 +179,8 @@ def _crossings(
         return ()
     chosen = Priced(space=engine.space.ordered(found.chosen.order), evaluation=evaluation)
     others = [Priced(space=engine.space.ordered(f.order), evaluation=f.evaluation) for f in families if f.evaluation]
-    return crossings(chosen, others)
+    short = [family.shortfall for family in families if family.shortfall]
+    return (*crossings(chosen, others), *fitting(engine.space.problem, short))
 
 
 def _host_bytes(problem: Problem, strategy: Strategy) -> float:

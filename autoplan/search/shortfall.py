@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import math
 from dataclasses import dataclass
@@ -21,13 +22,15 @@ MOST_TRIED = 64
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shortfall:
-    """``short_bytes`` (above 0: does not fit) on ``stage`` of ``strategy``, whose memory is ``terms``."""
+    """``short_bytes`` (above 0: does not fit) on ``stage`` of ``strategy``, whose memory is ``terms``; ``cuts`` of the
+    layers in ``order``, () for the given one."""
 
     strategy: Strategy
     cuts: tuple[int, ...]
     stage: int
     short_bytes: float
     terms: dict[str, float]
+    order: tuple[int, ...] = ()
 
     @property
     def largest_term(self) -> str:
@@ -52,7 +55,10 @@ def nearest(engine: Engine, chosen: np.ndarray | None = None) -> Shortfall | Non
         found = _fullest(space, strategy)
         if best is None or found[0] < best[0]:
             best = (found[0], strategy, found[1])
-    return None if best is None else _describe(space.ordered(best[2].order), best[1], best[2].cuts)
+    if best is None:
+        return None
+    _, strategy, cut = best
+    return dataclasses.replace(_describe(space.ordered(cut.order), strategy, cut.cuts), order=cut.order)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

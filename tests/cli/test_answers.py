@@ -56,7 +56,7 @@ ASKED = {
     "doctor": 0,
     "calibrate --device cpu --gpus 2 --quick": 0,
 }
-PLANS = {"plan", "predict", "explain", "show"}
+PLANS = {"plan", "predict", "show"}
 MAY_BE_INFEASIBLE = {"plan", "predict", "fit", "min-gpus"}
 
 

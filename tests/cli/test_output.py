@@ -23,6 +23,7 @@ from autoplan.cost_models.calibration import TransferSample, fit
 from autoplan.plan import Plan
 from tests.support.cli import Invoke
 
+DOCS = Path(__file__).parents[2] / "docs"
 # Each command that has -o, up to it.
 FILES = {
     "plan": ("gpt2", "--gpus", "8xA100-80GB-SXM"),
@@ -98,6 +99,22 @@ def test_what_cannot_be_written_is_said_in_one_message(name: str, target: str, i
     assert refused.exit_code == 2, refused.stderr
     assert refused.stderr.startswith("error: ") and refused.stderr.count("error:") == 1
     assert "Traceback" not in refused.stderr and target in refused.stderr
+
+
+SAYING_MUCH = ("", "--help", "--version", "plan --help", "models", f"explain {DOCS / 'plan.json'}", "show none.json")
+
+
+@pytest.mark.parametrize("line", SAYING_MUCH)
+def test_a_reader_that_has_enough_ends_any_command_quietly(line: str) -> None:
+    """What `| head -1` does: 141 and not a word, of the help and of an error too, where both go there."""
+    unread, closed = os.pipe()
+    os.close(unread)
+    ours = [sys.executable, "-m", "autoplan.cli", *line.split()]
+    if "none" not in line:
+        done = subprocess.run(ours, stdout=closed, stderr=subprocess.PIPE, text=True)
+        assert (done.returncode, done.stderr) == (141, "")
+    assert subprocess.run(ours, stdout=closed, stderr=closed).returncode == 141
+    os.close(closed)
 
 
 def test_a_reader_that_has_enough_and_a_full_disk_are_no_faults() -> None:

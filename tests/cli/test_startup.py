@@ -30,7 +30,7 @@ def test_the_list_of_commands_says_what_each_says_of_itself(name: str) -> None:
 
 def test_every_file_of_a_command_is_listed() -> None:
     files = {name.replace("-", "_").replace("import", "import_") for name in SUMMARIES}
-    shared = {"__init__", "__main__", "answer", "application", "console", "options", "output", "summary"}
+    shared = {"__init__", "__main__", "answer", "application", "completions", "console", "options", "output", "summary"}
     assert {path.stem for path in (Path(autoplan.__file__).parent / "cli").glob("*.py")} == files | shared
 
 

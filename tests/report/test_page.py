@@ -145,7 +145,7 @@ def test_what_lost_is_a_point_of_its_time_and_memory(plan: Plan) -> None:
 
 def test_what_would_change_the_decision_is_said(plan: Plan) -> None:
     spare = plan.cluster.memory_bytes - plan.predicted.peak_memory_bytes
-    assert f"with more than {size(spare)} less on each GPU the plan would not fit as it is" in page(plan)
+    assert f"with up to {size(spare)} less on each GPU: this plan still fits as it is" in page(plan)
     answer = OtherAnswer(
         condition="1.0 GiB more", quantity="memory_bytes", value=1.0, strategy=Strategy(data=4), step_time_s=9.0
     )
