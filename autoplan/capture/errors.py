@@ -11,7 +11,7 @@ import linecache
 import os
 import sysconfig
 import traceback
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -62,9 +62,14 @@ def describe(frame: traceback.FrameSummary) -> str:
 def current_line() -> str:
     """The user's line that is running now, for hooks inside torch's functions: of the forward, not of its callers."""
     frames = traceback.extract_stack()[:-1]
-    calls = [index for index, frame in enumerate(frames) if frame.filename == _CALL]
-    frame = user_frame(frames[calls[-1] :] if calls else frames)
+    frame = user_frame(in_forward(frames) or frames)
     return describe(frame) if frame else "unknown line"
+
+
+def in_forward(frames: Sequence[traceback.FrameSummary]) -> Sequence[traceback.FrameSummary]:
+    """Those of the model's forward and what it calls, where ``frames`` are of a trace that is in it; else none."""
+    calls = [index for index, frame in enumerate(frames) if (frame.filename, frame.name) == (_CALL, "forward")]
+    return frames[calls[-1] :] if calls else ()
 
 
 def forward_line(module: torch.nn.Module) -> str:

@@ -22,7 +22,7 @@ from torch.export import Dim
 from torch.fx import GraphModule
 
 from autoplan.capture import batch as batches
-from autoplan.capture import huggingface
+from autoplan.capture import draws, huggingface
 from autoplan.capture.autocast import cast_in_trace
 from autoplan.capture.batch_paths import one_path
 from autoplan.capture.checkpointing import marked_regions
@@ -61,11 +61,12 @@ class CallAndLoss(nn.Module):
         self.watch: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
         self.traced: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext
         self.after_forward: Callable[[], None] = lambda: None
+        self.noticed: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext
 
     def forward(self, *tensors: Tensor) -> Tensor:
         batch = batches.replace_leaves(self.example[0], dict(zip(self.paths, tensors, strict=True)))
         call = batches.bind(self.model, batch, self.loss_fn)
-        with self.watch, self.traced():
+        with self.watch, self.traced(), self.noticed():
             output = self.model(*call.args, **call.kwargs)
             if self.loss_fn is not None:
                 output = self.loss_fn(output, *call.loss_args, **(call.loss_kwargs or {}))
@@ -104,11 +105,15 @@ def trace(
         uncollected(),
     ):
         wrapper.watch = ForeignTensors(refusals)
+        drawn: list[bool] = []
+        wrapper.noticed = lambda: draws.noticed(drawn)
         if folding is not None:
             wrapper.traced = folding.traced
         wrapper.after_forward = lambda: notes.extend(_side_effects(changes()))
         try:
             graph_module, dynamic = _export(wrapper, inputs, size, notes)
+            if drawn:
+                raise draws.refusal(model, lambda: _export(wrapper, inputs, size, notes))
         except CaptureError:
             raise
         except Exception as error:

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from autoplan.capture import capture
+from autoplan.capture import capture, capture_folded
 from autoplan.errors import CaptureError
 from tests.support.captures import line_of
 from tests.support.models import mlp, nano_gpt
@@ -329,3 +331,42 @@ def test_a_failed_capture_leaves_the_process_able_to_capture() -> None:
     assert torch.autograd.Function.apply.__qualname__ == "Function.apply"
     model, batch = nano_gpt(layers=1)
     assert capture(model, batch).dynamic_batch
+
+
+def by_python(x: Tensor) -> Tensor:
+    return x * random.random()  # Python draws
+
+
+def by_choice(x: Tensor) -> Tensor:
+    return x * random.choice([1.0, 2.0, 3.0])  # Python chooses
+
+
+def by_numpy(x: Tensor) -> Tensor:
+    return x * float(np.random.rand())
+
+
+class Draws(Base):
+    def __init__(self, draw: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.draw = draw
+
+    def forward(self, x: Tensor) -> Tensor:  # a forward that draws
+        return self.draw(self.layer(x)).square().mean()
+
+
+@pytest.mark.parametrize("take", [capture, capture_folded])
+@pytest.mark.parametrize(
+    ("draw", "marker"), [(by_python, "Python draws"), (by_choice, "Python chooses"), (by_numpy, "a forward that draws")]
+)
+def test_random_numbers_that_are_not_torchs_would_be_frozen(take: Any, draw: Any, marker: str) -> None:
+    with pytest.raises(CaptureError, match="one draw for ever") as error:
+        take(Draws(draw), torch.randn(6, 4))
+    assert error.value.where.startswith(line_of(__file__, marker))
+    assert "torch.rand" in error.value.attempt
+
+
+def test_random_numbers_of_torch_are_kept_and_draws_outside_of_forward_are_not_counted() -> None:
+    kept = capture(Draws(lambda x: x * torch.rand(())), torch.randn(6, 4))
+    assert any("rand" in str(node.target) for node in kept.graph_module.graph.nodes)
+    random.random(), np.random.rand()
+    capture(Draws(torch.tanh), torch.randn(6, 4))
