@@ -52,9 +52,9 @@ __all__ = [
 Check = Callable[["Plan"], Iterator[Problem]]
 
 # Each may take for granted what those before it have asked.
-_ALWAYS: tuple[Check, ...] = (texts, numbers, strategies, machines, layers, memory, figures, axes, peaks)
+_ALWAYS: tuple[Check, ...] = (texts, numbers, strategies, machines, layers, memory, figures, axes)
 # Of files of this revision: of what older ones lack, or what was priced otherwise then.
-_NEWEST: tuple[Check, ...] = (forced, states, step, transfers, proof, reasons)
+_NEWEST: tuple[Check, ...] = (forced, states, step, transfers, proof, reasons, peaks)
 
 
 def first_problem(plan: Plan, *, revision: int = REVISION) -> Problem | None:

@@ -30,7 +30,6 @@ _RANGE = re.compile(r"\s*(\d+(?:\s*\|\s*\d+)+)?[\s,&]*((?:(?:<=|>=|!=|<|>)\s*\d+
 
 def forced(plan: Plan) -> Iterator[Problem]:
     """Every key that was given, and the strategy."""
-    yield from _said(plan)
     strategy = plan.strategy
     for key, value in plan.forced.items():
         where = f"forced.{key}"
@@ -46,18 +45,20 @@ def forced(plan: Plan) -> Iterator[Problem]:
             yield where, f"{value!r}, but layers of the plan recompute {', '.join(sorted(others))}"
         elif key in _LIMITS:
             yield from ((where, problem) for problem in _limit(plan, key, value))
+    yield from _said(plan)
 
 
 def _said(plan: Plan) -> Iterator[Problem]:
     """The reason of the plan says what was forced; limits and ranges alone force nothing."""
-    written = f"Forced: {', '.join(f'{key} {value}' for key, value in plan.forced.items())}"
-    values = {key: value for key, value in plan.forced.items() if key not in _LIMITS}
-    if any(not isinstance(value, str) or not _CONDITION.search(value) for value in values.values()):
-        said = bool(re.search(rf"{re.escape(written)}[.;]", plan.case))
-    else:
-        said = "Forced: " not in plan.case or written in plan.case
-    if not said:
-        yield "forced", f"{written.removeprefix('Forced: ') or 'nothing'}, but the plan's reason is: {plan.case}"
+    items = [f"{key} {value}" for key, value in plan.forced.items()]
+    written = ", ".join(items)
+    _, there, rest = plan.case.partition("Forced: ")
+    values = [value for key, value in plan.forced.items() if key not in _LIMITS]
+    must = any(not isinstance(value, str) or not _CONDITION.search(value) for value in values)
+    # In any order: not every tool that writes JSON keeps that of keys.
+    same = rest[len(written) : len(written) + 1] in (".", ";") and all(item in rest[: len(written)] for item in items)
+    if same != bool(there) or (must and not there):
+        yield "forced", f"{written or 'nothing'}, but the plan's reason is: {plan.case}"
 
 
 def _policies(plan: Plan) -> set[str]:

@@ -124,9 +124,6 @@ def _spec(plan: Plan) -> Iterator[Problem]:
         memory = there.device.memory_bytes
         if not close(part.memory_bytes, memory, *(() if exact else (_CORRECTED,))):
             yield f"{where}.memory_bytes", f"{part.memory_bytes}, but a GPU of `{summary.spec}` has {memory}"
-        peak = there.device.flops(product_dtype(plan.precision))
-        if exact and part.peak_flops and not close(part.peak_flops, peak):
-            yield f"{where}.peak_flops", f"{part.peak_flops}, but a GPU of `{summary.spec}` computes {peak}"
 
 
 def preset(spec: str) -> Cluster | None:
@@ -160,11 +157,18 @@ def peaks_known(plan: Plan) -> bool:
 
 
 def peaks(plan: Plan) -> Iterator[Problem]:
-    """What GPUs compute at most is said of all kinds, or, in older files, of none."""
+    """What GPUs compute at most is said of all kinds, and is the data sheets' where the cluster's name means those."""
     groups = plan.cluster.groups
     if groups and plan.cluster.peak_flops:
         yield "cluster.peak_flops", f"{plan.cluster.peak_flops}, but its groups say their own: it must be 0"
-    elif peaks_known(plan):
-        for index, group in enumerate(groups):
-            if not group.peak_flops:
-                yield f"cluster.groups.{index}.peak_flops", "0, but that of another group is known"
+    for index, group in enumerate(groups):
+        if not group.peak_flops:
+            yield f"cluster.groups.{index}.peak_flops", "0, but that of another group is known"
+    if (named := as_made_for(plan)) is None:
+        return
+    for index, (part, there) in enumerate(zip(groups or (plan.cluster,), named.one_kind, strict=True)):
+        peak = there.device.flops(product_dtype(plan.precision))
+        if not close(part.peak_flops, peak):
+            where = f"cluster.groups.{index}" if groups else "cluster"
+            written = f"{part.peak_flops}, but a GPU of `{plan.cluster.spec}` computes {peak} in {plan.precision}"
+            yield f"{where}.peak_flops", written

@@ -184,7 +184,9 @@ def _trainable(plan: Plan, bytes_of: dict[str, float]) -> Iterator[Problem]:
             f"{model.trainable_parameters}, but every parameter that stages hold has a gradient, so all "
             f"{model.parameters} train",
         )
-    elif trained * strategy.tensor < model.trainable_parameters * (1 - EXACT):
+    elif (
+        strategy.tensor == 1 and close(held, model.parameters) and not close(trained, model.trainable_parameters)
+    ) or (trained * strategy.tensor < model.trainable_parameters * (1 - EXACT)):
         yield "model.trainable_parameters", f"{model.trainable_parameters}, but gradients are those of {trained:.0f}"
 
 

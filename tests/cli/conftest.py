@@ -65,7 +65,7 @@ def plan() -> Plan:
         stages=stages,
         predicted=Predicted(
             step_time_s=0.312,
-            tokens_per_s=52_513.0,
+            tokens_per_s=16 * 1024 / 0.312,
             model_tflops_per_gpu=41.0,
             mfu=0.131,
             peak_memory_bytes=6 * 2.0**30,
@@ -86,10 +86,20 @@ def plan() -> Plan:
         case="Fits one GPU; the batch is split.",
         axes=(
             Axis(
+                name="pipeline",
+                degree=2,
+                splits="layers",
+                collective="send and receive",
+                times_per_step=8,
+                bytes_per_step=12e6,
+                exposed_s=0.0,
+                link="NVLink",
+            ),
+            Axis(
                 name="data",
                 degree=2,
                 splits="the batch",
-                collective="all_reduce",
+                collective="all-reduce of gradients",
                 times_per_step=1,
                 bytes_per_step=248e6,
                 exposed_s=0.012,

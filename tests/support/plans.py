@@ -119,5 +119,6 @@ def sealed(data: dict[str, Any]) -> str:
 
 
 def of_revision(data: dict[str, Any], revision: int) -> str:
-    """The text of an older file, which has no digest."""
-    return json.dumps({name: value for name, value in data.items() if name != "digest"} | {"revision": revision})
+    """The text of an older file, which has no digest and does not say what a GPU computes at most."""
+    older = {name: value for name, value in data.items() if name != "digest"}
+    return json.dumps(older | {"revision": revision, "cluster": {**data["cluster"], "peak_flops": 0.0}})
