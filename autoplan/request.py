@@ -163,6 +163,7 @@ def problem_of(traced: Traced, cluster: Cluster, wish: Wish) -> Problem:
     return Problem(
         layers=layers,
         tensor_kinds=shardings.kinds,
+        without_rule=shardings.without_rule,
         sequence_kinds=functools.partial(shardings.kinds, sequence=True),
         sequence_edges=functools.partial(shardings.edges, sequence=True),
         cluster=cluster,

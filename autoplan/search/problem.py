@@ -36,7 +36,8 @@ class Problem:
     ``sequence_kinds(degree)``: like ``tensor_kinds`` under sequence parallelism, where layers hand each other shares of
     the sequence; it raises :class:`StrategyError` where no share can be made, and says why. ``sequence_edges(degree)``:
     ``layers.edges`` then, with the bytes that one rank sends. None where sequence parallelism is not offered.
-    ``expert``: ranks that the kinds' experts are spread over (:mod:`autoplan.search.expert`). ``compiled``: the stages
+    ``without_rule(degree)``: sentences about operators that a tensor axis does not split. ``expert``: ranks that the
+    kinds' experts are spread over (:mod:`autoplan.search.expert`). ``compiled``: the stages
     run under torch.compile, so their operators cost what :data:`autoplan.cost_models.software.COMPILED` says; how the
     tensor axis splits them is chosen at eager prices, as the runtime chooses it again, for compiling changes neither
     the products nor the collectives that this choice weighs.
@@ -64,6 +65,7 @@ class Problem:
     base: Problem | None = None
     sequence_kinds: Callable[[int], tuple[LayerKind, ...]] | None = None
     sequence_edges: Callable[[int], tuple[Edge, ...]] | None = None
+    without_rule: Callable[[int], tuple[str, ...]] | None = None
     expert: int = 1
     compiled: bool = False
 

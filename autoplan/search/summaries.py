@@ -58,6 +58,8 @@ def assumptions(problem: Problem, strategy: Strategy) -> tuple[str, ...]:
     found = problem.assumptions
     if problem.compiled:
         found = (*found, _COMPILED)
+    if strategy.tensor > 1 and problem.without_rule is not None:
+        found = (*found, *problem.without_rule(strategy.tensor))
     if strategy.data > 1:
         found = (*found, _OVERLAP)
     if is_listed(strategy):

@@ -38,6 +38,8 @@ from autoplan.sharding.sequence import handed_over
 
 Minimise = Callable[[PairwiseModel, set[int]], list[int]]
 
+_SHOWN = 4  # operators without a rule that are named
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Whole:
@@ -146,11 +148,32 @@ class Shardings:
         """The edges between layers with the bytes that one rank sends."""
         return _edges(self._model.layers.edges, self._solver(degree, sequence).shares_by_name, degree)
 
+    def without_rule(self, degree: int) -> tuple[str, ...]:
+        """Which operators run whole on every rank, for want of a rule, and what that costs, as a sentence; () if none
+        does."""
+        found: dict[str, Whole] = {}
+        for solved in self._solver(degree, False).kinds:
+            for entry in solved.whole:
+                if entry.operator not in found or entry.bytes_per_sample > found[entry.operator].bytes_per_sample:
+                    found[entry.operator] = entry
+        if not found:
+            return ()
+        shown = [_described(entry) for entry in sorted(found.values(), key=lambda each: -each.bytes_per_sample)]
+        more = f", and {len(shown) - _SHOWN} more" if len(shown) > _SHOWN else ""
+        said = f"no rule says how these split, so each tensor rank runs them whole: {', '.join(shown[:_SHOWN])}{more}"
+        return (f"{said} (autoplan.sharding.register_rule gives one)",)
+
     def _solver(self, degree: int, sequence: bool) -> _Solver:
         key = (degree, sequence)
         if key not in self._solvers:
             self._solvers[key] = _Solver(self._model, degree, price_on(self._cluster, degree), sequence=sequence)
         return self._solvers[key]
+
+
+def _described(entry: Whole) -> str:
+    bytes_ = entry.bytes_per_sample
+    size = f"{bytes_ / 2**20:.1f} MiB" if bytes_ >= 2**20 else f"{bytes_ / 2**10:.1f} KiB"
+    return f"{entry.operator.removesuffix('.default')} ({size} a sample{f', {entry.source}' if entry.source else ''})"
 
 
 def _edges(whole: tuple[Edge, ...], shares: Mapping[str, Shard], degree: int) -> tuple[Edge, ...]:

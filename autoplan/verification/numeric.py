@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -18,6 +19,7 @@ from autoplan.capture.errors import node_line
 from autoplan.cluster import Cluster
 from autoplan.errors import AutoplanError, ModelError, RuntimeFault, StrategyError
 from autoplan.layers import LayerGraph, build_layers
+from autoplan.layers.operators import RANDOM, operator_name
 from autoplan.plan import Plan, Strategy
 from autoplan.runtime import Program, launch
 from autoplan.runtime.build import check_executable
@@ -126,8 +128,9 @@ def compare(subject: Subject, reduced: tuple[str, ...] = ()) -> tuple[Numeric, t
         "steps": len(batches),
         "tolerance": tolerance,
     }
-    if not all(torch.isfinite(torch.tensor(expected.losses))):
-        return Numeric(status="not executable here", reason="the single process's own loss is not finite", **shared), ()
+    reason = _incomparable(subject, expected, batches)
+    if reason:
+        return Numeric(status="not executable here", reason=reason, **shared), ()
     try:
         program = Program(
             subject.capture,
@@ -152,6 +155,24 @@ def compare(subject: Subject, reduced: tuple[str, ...] = ()) -> tuple[Numeric, t
     positions = programs.positions if programs is not None else {}
     first = _first(subject, program, batches, placements, positions, wrong, names)
     return Numeric(status="differs", layers=table, first=first, **shared), checks
+
+
+def _incomparable(subject: Subject, expected: numbers.Numbers, batches: Sequence[Any]) -> str:
+    """Why the single process itself gives nothing to compare with; "" where it does."""
+    if not all(torch.isfinite(torch.tensor(expected.losses))):
+        return "the single process's own loss is not finite"
+    again = numbers.train_alone(subject.small.model, subject.small.loss_fn, subject.capture, batches[:1])
+    if math.isclose(again.losses[0], expected.losses[0], rel_tol=numbers.TOLERANCE):
+        return ""
+    drawing = next((n for n in subject.capture.graph_module.graph.nodes if _draws(n)), None)
+    where = f", first at {node_line(drawing)}" if drawing is not None else ""
+    return f"two runs of the single process differ: its forward draws random numbers{where}"
+
+
+def _draws(node: Node) -> bool:
+    """Dropout apart, which is off here."""
+    name = operator_name(node.target)
+    return node.op == "call_function" and name in RANDOM and "dropout" not in name
 
 
 def _on_ranks(count: int, body: Callable[[], Any]) -> list[Any]:

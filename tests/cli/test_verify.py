@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 import autoplan
+from autoplan.verification.text import report_text
 from tests.support.cli import Invoke
 
 CONFIG = {
@@ -22,6 +23,20 @@ CONFIG = {
     "num_key_value_heads": 2,
     "max_position_embeddings": 32,
 }
+
+NOISY = """import torch
+from torch import nn
+class Noisy(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(8, 16), nn.Linear(16, 4)
+    def forward(self, x):
+        hidden = self.first(x)
+        hidden = hidden + torch.randn_like(hidden)
+        return self.second(hidden).square().mean()
+def make():
+    return Noisy(), torch.randn(8, 8)
+"""
 
 
 @pytest.fixture(scope="module")
@@ -48,14 +63,29 @@ def test_static_check_says_yes_with_exit_code_0(
     assert answer["numeric"]["status"] == "not run"
 
 
-def test_a_plan_that_counts_other_parameters_is_refused_with_exit_code_1(
+def test_a_plan_that_counts_other_parameters_is_wrong_and_its_file_is_refused_when_it_is_read(
     invoke: Invoke, config: Path, planned: autoplan.Plan, tmp_path: Path
 ) -> None:
     first, second = planned.stages
     wrong = dataclasses.replace(planned, stages=(first, dataclasses.replace(second, parameters=second.parameters + 1)))
+    report = autoplan.verify(str(config), wrong, static=True)
+    assert report.exit_code == 1
+    assert "WRONG parameters: stage 1 holds" in " ".join(report_text(report).split())
     result = invoke("verify", str(config), str(wrong.save(tmp_path / "plan.json")), "--static")
+    assert result.exit_code == 2
+    assert "field `stages.1.parameters`" in result.stderr
+
+
+def test_what_is_not_shown_to_be_equal_ends_with_exit_code_1(invoke: Invoke, tmp_path: Path) -> None:
+    model = tmp_path / "noisy.py"
+    model.write_text(NOISY)
+    path = tmp_path / "plan.json"
+    plan = autoplan.plan(f"{model}:make", gpus="2xcpu", strategy={"pipeline": 2})
+    plan.save(path)
+    result = invoke("verify", f"{model}:make", str(path), "--json")
     assert result.exit_code == 1, result.stderr
-    assert "WRONG parameters: stage 1 holds" in " ".join(result.stdout.split())
+    answer = json.loads(result.stdout)
+    assert answer["equal"] is False and "noisy.py:9" in answer["numeric"]["reason"]
 
 
 def test_a_plan_for_another_model_is_bad_input(

@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+import autoplan
 from autoplan.sharding import register_rule, registry
 from tests.zoo.entry import HIDDEN, SAMPLES, Built, Entry, seeded
 from tests.zoo.matrix import Cell, run_entry
@@ -49,6 +50,14 @@ def build() -> Built:
     torch.manual_seed(0)
     x, y = torch.randn(2, SAMPLES, HIDDEN, generator=seeded())
     return Gated(), {"x": x, "y": y}, None
+
+
+def test_the_plan_lists_what_no_rule_splits_with_its_bytes_and_verify_runs_it() -> None:
+    model, batch, _ = build()
+    plan = autoplan.plan(model, gpus="2xcpu", example_inputs=batch, strategy={"tensor": 2})
+    said = next(text for text in plan.assumptions if text.startswith("no rule says how these split"))
+    assert f"zoo_test.gate ({4 * WIDE / 1024:.1f} KiB a sample, {__file__}:" in said  # float32, one vector a sample
+    assert autoplan.verify(model, plan, batch).equal
 
 
 def cell() -> Cell:
