@@ -37,8 +37,9 @@ class PlannedTrainer(Trainer):
 
     def __init__(self, program: Program, *, model: nn.Module, args: TrainingArguments, **others: Any) -> None:
         _check(args, others)
+        if args.torch_compile and not program.plan.compiled:
+            raise _refused("torch_compile", "autoplan.compile(..., compiled=True)")
         self._program = program
-        args.gradient_accumulation_steps = 1  # the plan's micro-batches are inside a step
         super().__init__(model=model, args=args, **others)
         if self.label_smoother is not None:
             raise _refused("label_smoothing_factor", "put it into the model's loss, and compile again")
@@ -134,6 +135,11 @@ class PlannedTrainer(Trainer):
         if self.args.push_to_hub and not _internal_call:
             self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
 
+    def _load_best_model(self) -> None:
+        """The program has the best weights too, so that what is evaluated and saved afterwards is theirs."""
+        super()._load_best_model()
+        self._program.load_state_dict(self.model.state_dict())
+
     # ---------------------------------------------------------------------------------------------------- checkpoints
 
     def _checkpoints(self, directory: str) -> Checkpoints:
@@ -177,6 +183,22 @@ def _check(args: TrainingArguments, others: dict[str, Any]) -> None:
         raise _refused("compute_loss_func", "give autoplan.compile(..., loss_fn=...) instead")
     if args.deepspeed or args.fsdp:
         raise _refused("deepspeed and fsdp", "leave them out: the plan shards by itself")
+    _check_step(args)
+
+
+def _check_step(args: TrainingArguments) -> None:
+    """What the Trainer would do to its model, which is not the one that trains."""
+    if args.gradient_accumulation_steps > 1:
+        raise _refused(
+            "gradient_accumulation_steps",
+            "leave it out: a step is the plan's global batch, in its micro-batches; autoplan.compile(global_batch=...)",
+        )
+    if args.gradient_checkpointing:
+        raise _refused("gradient_checkpointing", 'autoplan.compile(..., strategy={"recompute": "full"})')
+    if args.use_liger_kernel:
+        raise _refused("use_liger_kernel", "put the kernels into the model before it is compiled")
+    if args.neftune_noise_alpha:
+        raise _refused("neftune_noise_alpha", "put the noise into the model's forward before it is compiled")
 
 
 def _refused(what: str, attempt: str) -> StrategyError:

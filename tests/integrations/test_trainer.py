@@ -45,13 +45,12 @@ def settings(directory: Path, **more: Any) -> Any:
         use_cpu=True,
         max_steps=STEPS,
         per_device_train_batch_size=GLOBAL_BATCH,
-        learning_rate=1e-2,
         weight_decay=0.1,
         lr_scheduler_type="linear",
         logging_steps=1,
         report_to=[],
         disable_tqdm=True,
-        **{"save_strategy": "no"} | more,
+        **{"save_strategy": "no", "learning_rate": 1e-2} | more,
     )
 
 
@@ -97,7 +96,10 @@ def planned_trainer(model: nn.Module, captured: Any, plan: str, directory: Path,
     layers = build_layers(captured)
     made = hand_plan(layers, **PLANS[plan])
     program = Program(captured, made, layers, cluster=Cluster.parse(f"{made.gpus}xcpu"), device="cpu")
-    return PlannedTrainer(program, model=model, args=settings(directory, **more), train_dataset=rows())
+    held_out = rows()[:8]
+    return PlannedTrainer(
+        program, model=model, args=settings(directory, **more), train_dataset=rows(), eval_dataset=held_out
+    )
 
 
 @pytest.mark.parametrize("plan", PLANS)
@@ -141,7 +143,38 @@ def test_a_checkpoint_resumes_under_another_plan(tmp_path: Path) -> None:
         assert_same(weights, expected)
 
 
-@pytest.mark.parametrize(("setting", "message"), [({"bf16": True}, "bf16 and fp16"), ({"fsdp": True}, "deepspeed")])
+def test_the_best_weights_are_the_programs_when_they_are_asked_for(tmp_path: Path) -> None:
+    """A learning rate that is far too high makes the first evaluation the best."""
+    model, _, captured = capture_double(*models.tiny_llama())
+    often = {"eval_strategy": "steps", "eval_steps": 1, "save_strategy": "steps", "save_steps": 1}
+
+    def on_rank(rank: int, ranks: int) -> tuple[list[float], float, dict[str, Tensor]]:
+        more = often | {"load_best_model_at_end": True, "learning_rate": 3.0}
+        trainer = planned_trainer(model, captured, "pp2", tmp_path / "run", **more)
+        trainer.train()
+        evaluated = [entry["eval_loss"] for entry in trainer.state.log_history if "eval_loss" in entry]
+        return evaluated, trainer.evaluate()["eval_loss"], trainer._program.state_dict()
+
+    from safetensors.torch import load_file
+
+    for evaluated, afterwards, weights in run_ranks(on_rank, 2):
+        assert min(evaluated) < evaluated[-1]
+        assert afterwards == pytest.approx(min(evaluated), abs=1e-4)
+        best = load_file(tmp_path / "run" / f"checkpoint-{1 + evaluated.index(min(evaluated))}" / "model.safetensors")
+        assert_same(weights, {name: best.get(name, weights[name]) for name in weights})
+
+
+REFUSED: list[tuple[dict[str, Any], str]] = [
+    ({"bf16": True}, "bf16 and fp16"),
+    ({"fsdp": True}, "deepspeed"),
+    ({"gradient_accumulation_steps": 4}, "gradient_accumulation_steps"),
+    ({"gradient_checkpointing": True}, "gradient_checkpointing"),
+    ({"neftune_noise_alpha": 5.0}, "neftune_noise_alpha"),
+    ({"auto_find_batch_size": True}, "auto_find_batch_size"),
+]
+
+
+@pytest.mark.parametrize(("setting", "message"), REFUSED)
 def test_what_the_plan_decides_is_refused(setting: dict[str, Any], message: str, tmp_path: Path) -> None:
     from autoplan.integrations.transformers import PlannedTrainer
 
