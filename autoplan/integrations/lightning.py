@@ -50,9 +50,11 @@ class PlannedStrategy(DDPStrategy):
     # --------------------------------------------------------------------------------------------------------- set up
 
     def setup(self, trainer: Any) -> None:
-        if trainer.precision not in ("32-true", "64-true", "bf16-true", "16-true"):
+        # trainer.precision is that of this strategy's own plugin, whatever was asked for.
+        asked = getattr(trainer._accelerator_connector, "_precision_flag", None) or trainer.precision
+        if asked != "32-true":
             raise StrategyError(
-                f"precision {trainer.precision}: the plan decides that",
+                f"precision {asked}: the plan decides that",
                 where="Trainer(precision=)",
                 legal="the default",
                 attempt="convert the model before: model.to(torch.bfloat16)",

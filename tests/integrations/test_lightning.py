@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, DistributedSampler
 
 from autoplan.cluster import Cluster
-from autoplan.errors import ModelError
+from autoplan.errors import ModelError, StrategyError
 from autoplan.layers import build_layers
 from autoplan.plan import Strategy
 from autoplan.runtime import Program
@@ -137,3 +137,13 @@ def test_parameters_outside_the_planned_model_are_refused() -> None:
         _planned(module, "model")
     with pytest.raises(ModelError, match="no submodule `net` to plan"):
         _planned(module, "net")
+
+
+@pytest.mark.parametrize("precision", ["bf16-mixed", "bf16-true", "16-mixed", "64-true"])
+def test_a_precision_that_the_plan_would_not_follow_is_refused(precision: Any, tmp_path: Path) -> None:
+    from autoplan.integrations.lightning import PlannedStrategy
+
+    run = trainer(tmp_path, strategy=PlannedStrategy(gpus=1), devices=1, precision=precision)
+    model, _ = models.tiny_llama()
+    with pytest.raises(StrategyError, match=f"precision {precision}: the plan decides that"):
+        run.fit(lit_module(model), loader())
