@@ -37,7 +37,7 @@ def forced(plan: Plan) -> Iterator[Problem]:
             yield where, f"is no key of a strategy: {', '.join(_KEYS)}"
         elif key in _NUMBERS and not _allows(value, getattr(strategy, key)):
             yield where, f"{value!r}, but the plan's strategy has {key} = {getattr(strategy, key)}"
-        elif key == "schedule" and value != strategy.schedule:
+        elif key == "schedule" and value != strategy.schedule and strategy.pipeline > 1:  # one stage runs all alike
             yield where, f"{value!r}, but the plan's strategy has schedule = {strategy.schedule}"
         elif key == "sequence_parallel" and str(value).lower() != str(strategy.sequence_parallel).lower():
             yield where, f"{value!r}, but the plan's strategy has sequence_parallel = {strategy.sequence_parallel}"
@@ -54,7 +54,7 @@ def _said(plan: Plan) -> Iterator[Problem]:
     written = ", ".join(items)
     _, there, rest = plan.case.partition("Forced: ")
     values = [value for key, value in plan.forced.items() if key not in _LIMITS]
-    must = any(not isinstance(value, str) or not _CONDITION.search(value) for value in values)
+    must = any(not isinstance(value, str) or not re.search(r"[<>|]|!=", value) for value in values)
     # In any order: not every tool that writes JSON keeps that of keys.
     same = rest[len(written) : len(written) + 1] in (".", ";") and all(item in rest[: len(written)] for item in items)
     if same != bool(there) or (must and not there):
@@ -106,7 +106,7 @@ def _limit(plan: Plan, key: str, value: Any) -> Iterator[str]:
 
 def _inside(plan: Plan, names: list[str]) -> Iterator[str]:
     strategy = plan.strategy
-    node = min([group.gpus_per_node for group in plan.cluster.groups] or [plan.cluster.gpus_per_node])
+    node = max([group.gpus_per_node for group in plan.cluster.groups] or [plan.cluster.gpus_per_node])
     widths = {"tensor": strategy.tensor, "data": strategy.tensor * strategy.data, "pipeline": strategy.gpus}
     for name in names:
         width = widths.get(name, 1)

@@ -166,7 +166,8 @@ def peaks(plan: Plan) -> Iterator[Problem]:
             yield f"cluster.groups.{index}.peak_flops", "0, but that of another group is known"
     if (named := as_made_for(plan)) is None:
         return
-    for index, (part, there) in enumerate(zip(groups or (plan.cluster,), named.one_kind, strict=True)):
+    said: list[Any] = list(groups or (plan.cluster,))
+    for index, (part, there) in enumerate(zip(said, named.one_kind, strict=True)):
         peak = there.device.flops(product_dtype(plan.precision))
         if not close(part.peak_flops, peak):
             where = f"cluster.groups.{index}" if groups else "cluster"

@@ -71,8 +71,11 @@ def _flops(plan: Plan) -> Iterator[Problem]:
     if (flops or any(peaks)) and not close(flops, told):  # older files hold neither
         yield "predicted.model_tflops_per_gpu", f"makes {told} FLOPs a step, but the stages' make {flops}"
     if all(peaks):
-        mfu = predicted.model_tflops_per_gpu * 1e12 * len(peaks) / sum(peaks)
-        if not close(predicted.mfu, mfu):
+        per_gpu = predicted.model_tflops_per_gpu * 1e12
+        mfu = per_gpu * len(peaks) / sum(peaks)
+        # Kinds that work alike are priced as the weakest of them, whichever runs a stage.
+        weakest = [per_gpu / group.peak_flops for group in plan.cluster.groups if group.peak_flops]
+        if not any(close(predicted.mfu, each) for each in (mfu, *weakest)):
             yield "predicted.mfu", f"{predicted.mfu}, but TFLOP/s a GPU and the GPUs' peak make {mfu}"
 
 
