@@ -2,7 +2,8 @@
 
 A process is a pipeline rank (all its GPUs do the same: one class). Its first lane is what it does: forward, backward,
 bubble, gradient synchronisation, optimizer, and inside a forward or a backward the collectives that it waits for and
-what it computes again (:mod:`.parts`), dealt out over its layers alike. A second lane holds what the data axis
+what it computes again (:mod:`.parts`), dealt out over its layers alike: a slice is all collectives of one kind of one
+layer, and says how many those are. A second lane holds what the data axis
 transfers beside the computation. What it sends are asynchronous slices, with arrows from a send to where it is used; a
 counter is its memory. Times are microseconds, as the format wants.
 
@@ -110,7 +111,21 @@ def _inside(plan: Plan, rank: int, event: Event, whole: bool) -> Iterator[dict[s
         category = "recompute" if part.term == "recompute" else "collective"
         of = _layers(plan, stage, event.action.kind, None if whole else part.piece)
         name, arguments = f"{parts.named(plan, part.term)}, {of}", {"layers": of, **_transfers(plan, part.term)}
+        if part.term == "tensor_communication":
+            arguments["in_this_slice"] = _together(plan, rank, pieces)
         yield _slice(rank, name, category, part.start_s, part.end_s, args=arguments)
+
+
+def _together(plan: Plan, rank: int, pieces: int) -> dict[str, float | str]:
+    """How many collectives of each axis a slice stands for on average, the plan having their sums and not each:
+    slices are a forward's and a backward's of every micro-batch, of as many layers as the rank holds."""
+    held = range(rank, len(plan.stages), plan.strategy.pipeline)
+    layers = sum(plan.stages[s].last_layer - plan.stages[s].first_layer + 1 for s in held)
+    slices = 2 * plan.strategy.micro_batches * (layers if pieces > 1 else len(held))
+    found: dict[str, float | str] = {
+        axis.name: round(axis.times_per_step / slices, 2) for axis in parts.axes_of(plan, "tensor_communication")
+    }
+    return found | {"which": "all that the layers wait for in this action, one after the other; the mean of all slices"}
 
 
 def _layers(plan: Plan, stage: Stage, kind: str, piece: int | None) -> str:

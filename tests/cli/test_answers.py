@@ -7,7 +7,7 @@ import functools
 import itertools
 import json
 import shlex
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,7 @@ from autoplan.cluster import Cluster
 from autoplan.cost_models.calibration import TransferSample, fit
 from autoplan.plan import Plan
 from autoplan.report.answers import ANSWERS, answers_schema
+from autoplan.request import AskedModel, Traced
 from tests.support.cli import Invoke
 
 DOCS = Path(__file__).parents[2] / "docs"
@@ -27,7 +28,8 @@ TINY = {"model_type": "gpt2", "n_embd": 96, "n_layer": 4, "n_head": 6, "n_positi
 # 3.2 billion parameters: 16 bytes each is thrice what a T4 holds.
 WIDE = TINY | {"n_embd": 8192, "n_head": 64}
 DEEPSPEED = {"train_batch_size": 512, "train_micro_batch_size_per_gpu": 8, "zero_optimization": {"stage": 1}}
-ON = "--gpus 4xA100-80GB --global-batch 16 --seq 64"
+OF = "--global-batch 16 --seq 64 --precision bf16"
+ON = f"--gpus 4xA100-80GB {OF}"
 
 # Each way that a command answers, and its exit code; the first two write the plans that the others read.
 ASKED = {
@@ -36,7 +38,7 @@ ASKED = {
     "plan wide.json --gpus 1xT4 --global-batch 1 --precision fp16": 1,
     f"fit tiny.json {ON}": 0,
     "fit wide.json --gpus 1xT4 --global-batch 1 --precision fp16": 1,
-    "min-gpus tiny.json --gpu H100": 0,
+    f"min-gpus tiny.json --gpu H100 {OF}": 0,
     f"compare tiny.json {ON}": 0,
     "explain plan.json": 0,
     "explain pipeline.json --operators --model tiny.json": 0,
@@ -70,6 +72,7 @@ def answers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Any]
     measured = [TransferSample(collective="send", ranks=2, bytes=n, seconds=1e-4 + n / 1e9) for n in sizes]
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
+        patch.setattr(AskedModel, "trace", traced_once())
         patch.setattr("autoplan.calibration.calibrate", lambda **_: fit(Cluster.parse("2xcpu"), measured))
         found = {}
         for line, code in ASKED.items():
@@ -78,6 +81,19 @@ def answers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Any]
             assert healthy, f"{line}: {done.stderr}"
             found[line] = json.loads(done.stdout)
         yield found
+
+
+def traced_once() -> Callable[[AskedModel, Cluster], Traced]:
+    """``AskedModel.trace`` that traces no model twice: most of what the commands take, and no part of their answers."""
+    trace, traced = AskedModel.trace, dict[tuple[Any, ...], Traced]()
+
+    def once(asked: AskedModel, cluster: Cluster) -> Traced:
+        key = (asked, cluster.device.is_cpu, asked.global_batch or cluster.gpus)
+        if key not in traced:
+            traced[key] = trace(asked, cluster)
+        return traced[key]
+
+    return once
 
 
 @functools.cache

@@ -140,6 +140,17 @@ CONTRAST = """(() => {
 })()"""
 
 
+def test_on_a_phone_a_stage_is_a_card_with_nothing_out_of_sight(browser: Chromium, real: Path) -> None:
+    browser.open(real, width=375, phone=True)
+    frame = "document.querySelector('table.stages').parentElement"
+    assert browser.run(f"{frame}.scrollWidth <= {frame}.clientWidth")
+    cells = "[...document.querySelectorAll('table.stages tbody tr > *')]"
+    assert browser.run(f"{cells}.every(c => c.getBoundingClientRect().right <= innerWidth)")
+    assert browser.run(f"{cells}.filter(c => c.dataset.is === 'parameters').length") == 12
+    browser.open(real, width=1100)
+    assert browser.run("getComputedStyle(document.querySelector('table.stages')).display") == "table"
+
+
 def test_a_screen_reader_is_told_of_every_picture_and_table(browser: Chromium, file: Path) -> None:
     browser.open(file)
     nodes = browser.call("Accessibility.getFullAXTree")["nodes"]

@@ -165,6 +165,9 @@ def test_a_collective_says_its_layer_its_axis_its_gpus_and_its_bytes() -> None:
                     "bytes_per_step": axis.bytes_per_step,
                     "link": "near",
                 }
+            # The plan has their sum: how many a slice stands for is what each says.
+            slices = 2 * plan.strategy.micro_batches * len(held)
+            assert all(e["args"]["in_this_slice"]["tensor"] == round(axis.times_per_step / slices, 2) for e in inside)
     beside = [e for e in events if e.get("cat") == "hidden collective"]
     assert beside and all(e["args"]["data"]["gpus"] == 2 for e in beside)
 
