@@ -190,6 +190,37 @@ def test_an_emitted_program_trains_to_the_single_process_numbers(
         assert (found[name] - expected[name]).norm() <= bound, name
 
 
+def frozen_gpt2() -> tuple[nn.Module, Any]:
+    """Everything but the second block stands still, as where a part is fine-tuned."""
+    model, batch = MODELS["gpt2"]()
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad = ".h.1." in name
+    return model, batch
+
+
+@pytest.mark.parametrize("strategy_name", ["dp2-pp2-zero1", "pp2-recompute"])
+def test_frozen_parameters_stand_still_in_an_emitted_program(strategy_name: str, tmp_path: Path) -> None:
+    program, model, batch = compiled(frozen_gpt2, STRATEGIES[strategy_name])
+    folder = program.emit(tmp_path / "emitted")
+    names = [spec.placeholder for spec in program._capture.inputs]
+    inputs = dict(zip(names, gather_inputs(program._capture, batch), strict=True))
+    expected_losses, expected = single_process(model, batch)
+
+    for of_rank in run_ranks(run_emitted, program.plan.gpus, folder, inputs):
+        assert of_rank == pytest.approx(expected_losses, rel=1e-10)
+
+    found: dict[str, Tensor] = {}
+    for file in sorted((folder / "trained").glob("*.pt")):
+        found |= torch.load(file, weights_only=True)
+    before = dict(model.named_parameters())
+    for name, parameter in before.items():
+        if parameter.requires_grad:
+            assert not torch.equal(found[name], parameter)
+            torch.testing.assert_close(found[name], expected[name], rtol=1e-9, atol=1e-12)
+        else:
+            assert torch.equal(found.get(name, parameter), parameter), name
+
+
 @pytest.mark.wide
 @pytest.mark.parametrize(
     ("model_name", "strategy_name", "compiler"),

@@ -42,8 +42,8 @@ class Program:
         self.pipeline = Pipeline(mesh, {stage: partial(self._forward, stage) for stage in stages}, model.VALUES)
 
     def parameters(self) -> list[nn.Parameter]:
-        """What an optimizer updates: this rank's parts."""
-        return list(self.gradients.optimised.values())
+        """What an optimizer updates: this rank's parts; something empty where all of them are frozen."""
+        return list(self.gradients.optimised.values()) or [nn.Parameter(torch.empty(0))]
 
     def named_parameters(self) -> dict[str, nn.Parameter]:
         """The same under the model's own names."""
