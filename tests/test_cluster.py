@@ -194,3 +194,12 @@ def test_what_is_no_figure_is_answered_with_one_of_its_field(value: str, example
     with pytest.raises(ClusterError) as caught:
         Cluster.parse(path)
     assert caught.value.attempt == f"latency_s = {example}" and caught.value.legal == "a number from 1e-12 to 60"
+
+
+@pytest.mark.parametrize("value", ["8192", "-1.0", "nan", "inf", "1e20", '"80GB"', "true"])
+def test_a_memory_that_no_gpu_has_is_refused_by_name(value: str, tmp_path: Path) -> None:
+    file = tmp_path / "mine.toml"
+    file.write_text(f'nodes = 2\n[device]\nbase = "H100"\nmemory_bytes = {value}\n')
+    with pytest.raises(ClusterError, match="`memory_bytes`") as caught:
+        Cluster.parse(str(file))
+    assert "mine.toml" in str(caught.value)

@@ -26,7 +26,7 @@ _RANGES: dict[str, tuple[float, float]] = {
     "oversubscription": (1.0, 1e4),
     "peers": (1, 1e4),
     "sms": (1, 1e6),
-    "memory_bytes": (1e3, 1e16),
+    "memory_bytes": (2.0**20, 1e16),
     "memory_bytes_per_s": (1e3, 1e18),
     "launch_s": (1e-12, 60.0),
     "context_bytes": (1e-9, 1e15),
