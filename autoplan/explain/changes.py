@@ -25,7 +25,7 @@ Kind = Literal["chosen", "fits", "unchanged"]
 _UNPRICED: Kind = "fits"
 _HEADINGS: dict[Kind, tuple[str, str]] = {  # where plans keep their stages, and where the search decided
     "chosen": ("Would be preferred to this plan:", "Another plan would be chosen:"),
-    "fits": ("Would only fit, and not be preferred:", ""),
+    "fits": ("Would fit:", ""),
     "unchanged": ("Would change nothing:", "The same plan would be chosen:"),
 }
 _AS_THEY_ARE = (
@@ -110,7 +110,10 @@ def _memory(plan: Plan) -> Iterator[Threshold]:
         crossing = priced.get(other.strategy)
         step_s = crossing.step_time_s if crossing else None
         if step_s is None:
-            kind, verdict = _UNPRICED, f"{named}; its step was not priced"
+            kind, verdict = (
+                _UNPRICED,
+                f"{named}; its step was not priced, so that only a search says whether it is preferred",
+            )
         else:
             kind, verdict = _there(plan, other.strategy, step_s)
         more = size(other.short_by_bytes)
@@ -141,8 +144,8 @@ def _there(plan: Plan, strategy: Strategy, step_s: float) -> tuple[Kind, str]:
     if ratio <= 1 + AS_FAST and _parallelism(strategy) < _parallelism(own):
         return "chosen", f"{told}; within {AS_FAST:.0%} less parallelism is preferred"
     if ratio < 1:
-        return "fits", f"{told}, too little for more parallelism"
-    return "fits", told
+        return "fits", f"{told}, too little for more parallelism to be preferred"
+    return "fits", f"{told}, and so not preferred"
 
 
 def _same_degrees(one: Strategy, other: Strategy) -> bool:
