@@ -20,7 +20,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,7 +29,6 @@ from numpy.typing import NDArray
 from autoplan.cost_models import communication
 from autoplan.cost_models.piecewise import at_values
 from autoplan.plan import Strategy
-from autoplan.search.chain import Chain
 from autoplan.search.degrees import Candidates
 from autoplan.search.listed_bounds import Parts, even_split_bounds
 from autoplan.search.simulated import simulated_bound_s
@@ -182,33 +180,59 @@ def _short_bytes(space: Space, candidates: Candidates) -> Floats:
     """Bytes above the memory of a GPU that every candidate needs at least; negative where some are free."""
     capacity = space.problem.usable_bytes * (1 - MARGIN)
     short = np.zeros(len(candidates))
+    kept = {
+        (strategy.tensor, strategy.sequence_parallel): _LeastKept.of(
+            space, strategy, candidates.micro_batch_size[where]
+        )
+        for where, strategy in _alike(candidates, ("tensor", "sequence"))
+    }
     for where, strategy in _alike(candidates, ("tensor", "sequence", "data", "zero_stage", "staged")):
-        sizes, place = np.unique(candidates.micro_batch_size[where], return_inverse=True)
-        chains = [space.chain(strategy.tensor, int(size), sequence=strategy.sequence_parallel) for size in sizes]
-        share, alone = (needed[place.reshape(-1)] for needed in _least_bytes(space, strategy, chains))
+        least = kept[strategy.tensor, strategy.sequence_parallel]
+        place = np.searchsorted(least.sizes, candidates.micro_batch_size[where])
+        share, alone = (needed[place] for needed in _least_bytes(space, strategy, least))
         fixed = space.states(strategy).fixed_bytes
         short[where] = fixed + np.maximum(share / candidates.pipeline[where], alone) - capacity
     return short
 
 
+@dataclass(frozen=True, slots=True)
+class _LeastKept:
+    """What layers under one tensor degree hold at least, by micro-batch ``sizes`` [Z], ascending: ``saved_bytes`` [Z]
+    of all layers, ``kept_bytes`` [Z, K] of one of each kind, and its parameters, all and those that train, [K]."""
+
+    sizes: Integers
+    saved_bytes: Floats
+    kept_bytes: Floats
+    elements: Floats
+    trainable: Floats
+
+    @classmethod
+    def of(cls, space: Space, strategy: Strategy, sizes: Integers) -> _LeastKept:
+        """Under the tensor degree of ``strategy``; of equal ``sizes`` one."""
+        distinct = np.unique(sizes)
+        chains = [space.chain(strategy.tensor, int(s), sequence=strategy.sequence_parallel) for s in distinct]
+        saved = np.array([float(chain.least_saved[-1]) for chain in chains])
+        return cls(distinct, saved, np.stack([chain.least_kept for chain in chains]), *chains[0].elements_of_kinds)
+
+
 def least_bytes(space: Space, strategy: Strategy) -> tuple[float, float]:
     """Bytes that all stages of one rank hold at least, and that some stage holds for one layer; without what is there
     whatever the layers."""
-    chain = space.chain_of(strategy)
-    share, alone = _least_bytes(space, strategy, [chain])
+    least = _LeastKept.of(space, strategy, np.array([strategy.micro_batch_size]))
+    share, alone = _least_bytes(space, strategy, least)
     return float(share[0]), float(alone[0])
 
 
-def _least_bytes(space: Space, strategy: Strategy, chains: Sequence[Chain]) -> tuple[Floats, Floats]:
-    """The same for each of some micro-batch sizes, given by their chains."""
+def _least_bytes(space: Space, strategy: Strategy, least: _LeastKept) -> tuple[Floats, Floats]:
+    """The same for every micro-batch size of ``least``."""
     states, (elements, trainable) = space.states(strategy), space.totals(strategy)
     resident = states.per_element * elements + states.per_trainable * trainable
-    saved = np.array([float(chain.least_saved[-1]) for chain in chains])
-    share = resident + (1 + states.reserve) * np.maximum(saved, states.temporary_per_trainable * trainable)
-    kept = np.stack([chain.least_kept for chain in chains])
-    own_elements, own_trainable = chains[0].elements_of_kinds
-    moment = np.maximum(kept + states.window_per_element * own_elements, states.temporary_per_trainable * own_trainable)
-    own = states.per_element * own_elements + states.per_trainable * own_trainable
+    share = resident + (1 + states.reserve) * np.maximum(least.saved_bytes, states.temporary_per_trainable * trainable)
+    moment = np.maximum(
+        least.kept_bytes + states.window_per_element * least.elements,
+        states.temporary_per_trainable * least.trainable,
+    )
+    own = states.per_element * least.elements + states.per_trainable * least.trainable
     return share, (own + (1 + states.reserve) * moment).max(axis=1)
 
 

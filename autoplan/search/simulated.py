@@ -52,28 +52,40 @@ def simulated_bound_s(
     ``period_s``: periods of all layers; ``longest_s``: of the longest layer; ``sends_s``: the least time of all sends,
     there and back; ``lesser_share``: no stage's forward and backward both take a larger share of its period.
     """
-    steps = (micro_batches - 1).astype(float)
-    held = np.zeros(len(stages))  # in units of u, by the stages after this one
-    least = np.full(len(stages), np.inf)  # of max(g, h) over stages: what the longest layer weighs at least
-    for behind in range(int(stages.max(initial=0))):
-        there = stages > behind
-        window = micro_batches if schedule == "gpipe" else np.minimum(micro_batches, behind + 1)
-        full = (micro_batches - window).astype(float)
-        part = steps - (window - 1) * lesser_share
-        usable = full >= 1
-        with np.errstate(divide="ignore"):
-            takes = np.where(part > 0, 1 / part, np.inf)
-            takes = np.where(usable, np.minimum(takes, np.maximum(0.0, 1 - held) / np.where(usable, full, 1.0)), takes)
-        held = np.where(there, held + takes, held)
-        least = np.where(
-            there, np.minimum(least, np.where(usable, np.maximum(full, part), np.maximum(part, 0.0))), least
-        )
+    held, least = _weights(schedule, stages, micro_batches, lesser_share)
     with np.errstate(invalid="ignore"):
         even = np.where(np.isfinite(held) & (held > 0), period_s / held, 0.0)
     above = np.maximum(even, longest_s * np.where(np.isfinite(least), least, 0.0))
     beyond = micro_batches - stages - 1
     above = np.maximum(above, np.where(beyond >= 0, period_s + beyond * longest_s, 0.0))
     return np.maximum(micro_batches * longest_s, period_s + sends_s + above)
+
+
+def _weights(schedule: str, stages: Integers, micro_batches: Integers, lesser_share: Floats) -> tuple[Floats, Floats]:
+    """What the periods of all stages weigh in units of the longest wait, and what the longest layer weighs at least
+    (inf where no stage is full), of each candidate."""
+    order = np.argsort(-stages, kind="stable")  # those that still have a stage are then the first
+    counts = np.searchsorted(-stages[order], -np.arange(int(stages.max(initial=0))), side="left").tolist()
+    batches, share = micro_batches[order], lesser_share[order]
+    steps = (batches - 1).astype(float)
+    held = np.zeros(len(stages))  # in units of u, by the stages after this one
+    least = np.full(len(stages), np.inf)  # of max(g, h) over stages: what the longest layer weighs at least
+    for behind, count in enumerate(counts):
+        own = batches[:count]
+        window = own if schedule == "gpipe" else np.minimum(own, behind + 1)
+        full = (own - window).astype(float)
+        part = steps[:count] - (window - 1) * share[:count]
+        usable = full >= 1
+        with np.errstate(divide="ignore"):
+            takes = np.where(part > 0, 1 / part, np.inf)
+            fills = np.maximum(0.0, 1 - held[:count]) / np.where(usable, full, 1.0)
+            takes = np.where(usable, np.minimum(takes, fills), takes)
+        held[:count] += takes
+        weight = np.where(usable, np.maximum(full, part), np.maximum(part, 0.0))
+        least[:count] = np.minimum(least[:count], weight)
+    back = np.empty_like(order)
+    back[order] = np.arange(len(order))
+    return held[back], least[back]
 
 
 def with_simulated_bound(arcs: StageArcs, solution: Solution | None, left_out_s: float) -> Solution | None:
