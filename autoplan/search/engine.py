@@ -252,6 +252,13 @@ class Engine:
         longer_s = max(0.0, longest_s - float(self.bounds.longest_s[index]))
         return float(self.bounds.step_s[index]) + (micro_batches - 1) * longer_s
 
+    def least_s(self, index: int) -> float:
+        """The sharpest bound there is of a candidate under 1F1B or GPipe: all that its stages recompute is in it."""
+        sharper_s = self.sharper_s(index)
+        if self._listed[index] or self.space.candidates.pipeline[index] == 1:
+            return sharper_s
+        return sharper_s + self._blocks.recompute_s(self.strategy(index))
+
     def _bottleneck_s(self, index: int) -> float:
         """Found once for all rows of the same degrees: ranks under interleaved and zero-bubble schedules hold no fewer
         micro-batches than those of 1F1B, which stand beside them."""

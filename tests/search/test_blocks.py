@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from autoplan.plan import Strategy
-from autoplan.search.blocks import BlockBounds
+from autoplan.search.blocks import BlockBounds, _least_sum_s
 from autoplan.search.decisions import solve_strategy
 from autoplan.search.engine import Engine
 from autoplan.search.evaluate import evaluate_decision
@@ -76,3 +78,16 @@ def test_it_says_where_nothing_fits() -> None:
     assert blocks.bottleneck_s(DEEP) == math.inf
     solution = solve_strategy(space, DEEP)
     assert solution is None or solution.split is None
+
+
+@given(
+    extra=st.lists(st.lists(st.integers(0, 20), min_size=4, max_size=4), min_size=1, max_size=2),
+    each=st.integers(1, 2),
+)
+def test_no_way_to_share_out_blocks_recomputes_less_than_the_bound(extra: list[list[int]], each: int) -> None:
+    table = np.array([[0.0, *row] for row in extra])
+    stages = np.full(len(extra), each)
+    rows = np.repeat(table, each, axis=0)
+    ways = [way for way in itertools.product(range(5), repeat=len(rows)) if sum(way) == 4]
+    least = min(sum(float(row[n]) for row, n in zip(rows, way, strict=True)) for way in ways)
+    assert _least_sum_s(table, stages) <= least + 1e-9
