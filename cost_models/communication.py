@@ -71,12 +71,18 @@ class Fabric:
 
 def group_on(cluster: Cluster, *, size: int, stride: int) -> Fabric:
     """The fabric under a group, by the placement of ranks: rank r stands in node r // gpus_per_node."""
-    local, nodes = _spread(size, stride, cluster.gpus_per_node)
+    return _fabric(cluster.intra, cluster.inter, cluster.gpus_per_node, size, stride)
+
+
+@functools.lru_cache(maxsize=4096)
+def _fabric(intra: Link, inter: Link, gpus_per_node: int, size: int, stride: int) -> Fabric:
+    """A search asks for the same few groups once a collective, tens of thousands of times."""
+    local, nodes = _spread(size, stride, gpus_per_node)
     return Fabric(
         local=local,
         nodes=nodes,
-        intra=_derated(cluster.intra, _INTRA_EFFICIENCY * _wired_share(cluster.intra, local)),
-        inter=_derated(cluster.inter, _INTER_EFFICIENCY),
+        intra=_derated(intra, _INTRA_EFFICIENCY * _wired_share(intra, local)),
+        inter=_derated(inter, _INTER_EFFICIENCY),
     )
 
 

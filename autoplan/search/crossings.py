@@ -18,8 +18,8 @@ from autoplan.cluster import Cluster
 from autoplan.cost_models import communication
 from autoplan.cost_models.compute import OperatorTime
 from autoplan.cost_models.data_parallel import DataParallelTime
-from autoplan.layers.types import LayerKind
-from autoplan.plan import Crossing, Strategy
+from autoplan.layers.types import Collective, LayerKind
+from autoplan.plan import Crossing
 from autoplan.search import listed
 from autoplan.search.choice import SHARDING_TOLERANCE
 from autoplan.search.engine import TOLERANCE
@@ -42,6 +42,8 @@ class Priced:
 
     space: Space
     evaluation: Evaluation
+    # What layers wait for their collectives of the tensor axis where the plan was made.
+    waits: dict[tuple[Collective, ...], OperatorTime] = field(default_factory=dict, repr=False, compare=False)
 
 
 def crossings(chosen: Priced, others: Sequence[Priced]) -> tuple[Crossing, ...]:
@@ -135,7 +137,7 @@ def step_s(priced: Priced, cluster: Cluster) -> float:
         raise ValueError(f"{strategy.describe()}: its stages were not timed")
     cuts = (*(stage.first for stage in evaluation.stages), evaluation.stages[-1].end)
     tables = dataclasses.replace(priced.space.tables(strategy), cluster=cluster).of_split(cuts)
-    waits = _Waits(strategy=strategy, here=priced.space.problem.cluster, there=cluster)
+    waits = _Waits(priced=priced, there=cluster)
     shared: dict[int, DataParallelTime] = {}  # stages that are alike are one row
     forward, backward, tails = [], [], []
     for stage, row in zip(evaluation.stages, tables.row_of_span.tolist(), strict=True):
@@ -161,29 +163,37 @@ def step_s(priced: Priced, cluster: Cluster) -> float:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Waits:
-    """How much longer layers wait for collectives of the tensor axis ``there`` than ``here``, each kind asked once."""
+    """How much longer layers of ``priced`` wait for collectives of the tensor axis ``there`` than where they were
+    planned; layers of the same collectives are asked once."""
 
-    strategy: Strategy
-    here: Cluster
+    priced: Priced
     there: Cluster
-    _of: dict[int, OperatorTime] = field(default_factory=dict)
+    _more: dict[tuple[Collective, ...], OperatorTime] = field(default_factory=dict)
 
     def more_s(self, stage: StageCosts) -> tuple[float, float]:
         """In a micro-batch's forward and backward of ``stage``; what is computed again waits again."""
-        if self.strategy.tensor == 1:
+        if self.priced.evaluation.strategy.tensor == 1:
             return 0.0, 0.0
-        each = [self._more(kind) for kind in stage.kinds]
+        each = [self._of(kind) for kind in stage.kinds]
         again_s = sum(more.forward_s for more, policy in zip(each, stage.policies, strict=True) if policy == "full")
         return sum(more.forward_s for more in each), sum(more.backward_s for more in each) + again_s
 
-    def _more(self, kind: LayerKind) -> OperatorTime:
-        if id(kind) not in self._of:
-            degree, samples = self.strategy.tensor, self.strategy.micro_batch_size
-            here, there = (
-                communication.tensor_time(kind, cluster, degree=degree, micro_batch=samples)
-                for cluster in (self.here, self.there)
-            )
-            self._of[id(kind)] = OperatorTime(
+    def _of(self, kind: LayerKind) -> OperatorTime:
+        more = self._more.get(kind.collectives)
+        if more is None:
+            here, there = self._here(kind), self._on(self.there, kind)
+            more = OperatorTime(
                 forward_s=there.forward_s - here.forward_s, backward_s=there.backward_s - here.backward_s
             )
-        return self._of[id(kind)]
+            self._more[kind.collectives] = more
+        return more
+
+    def _here(self, kind: LayerKind) -> OperatorTime:
+        waits = self.priced.waits
+        if kind.collectives not in waits:
+            waits[kind.collectives] = self._on(self.priced.space.problem.cluster, kind)
+        return waits[kind.collectives]
+
+    def _on(self, cluster: Cluster, kind: LayerKind) -> OperatorTime:
+        strategy = self.priced.evaluation.strategy
+        return communication.tensor_time(kind, cluster, degree=strategy.tensor, micro_batch=strategy.micro_batch_size)
