@@ -39,7 +39,12 @@ holds no clock and no host: equal questions give equal bytes. `schema` says that
 `revision` which fields there are: files of older revisions are brought to the newest when they are read
 (`show` and `explain` do so, and `Plan.load(path).save(path)` writes it down), one of a newer revision
 is refused. Fingerprints of the model's graph and of the cluster's figures are in it: a plan for another
-model is refused with what differs. So is a file whose parts disagree: the field is named.
+model is refused with what differs. So is a file whose parts disagree: the field is named. Most figures
+follow from others, and are compared when a file is read; the last line, `digest`, stands for the rest, so
+that a slip of an editor or a merge of two plans is seen where nothing contradicts it. It is no signature,
+and no edit by hand is meant to pass: a plan with one figure changed is nobody's. To have another plan,
+plan again with `--strategy KEY=VALUE`, which gives the figures that go with it. Files from before
+revision 5 have no digest, and are checked by what they hold.
 """
 VERIFY = """First the whole plan is checked without running anything, for any number of GPUs: the placement of every
 value in every rank's graph, the stages against the model's operators, that every message meets its
