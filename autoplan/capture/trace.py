@@ -22,7 +22,7 @@ from torch.export import Dim
 from torch.fx import GraphModule
 
 from autoplan.capture import batch as batches
-from autoplan.capture import draws, huggingface
+from autoplan.capture import draws, huggingface, second_call
 from autoplan.capture.autocast import cast_in_trace
 from autoplan.capture.batch_paths import one_path
 from autoplan.capture.checkpointing import marked_regions
@@ -60,6 +60,7 @@ class CallAndLoss(nn.Module):
         self.training = model.training
         self.watch: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
         self.traced: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext
+        self.calls = 1
         self.after_forward: Callable[[], None] = lambda: None
         self.noticed: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext
 
@@ -67,9 +68,10 @@ class CallAndLoss(nn.Module):
         batch = batches.replace_leaves(self.example[0], dict(zip(self.paths, tensors, strict=True)))
         call = batches.bind(self.model, batch, self.loss_fn)
         with self.watch, self.traced(), self.noticed():
-            output = self.model(*call.args, **call.kwargs)
-            if self.loss_fn is not None:
-                output = self.loss_fn(output, *call.loss_args, **(call.loss_kwargs or {}))
+            for _ in range(self.calls):
+                output = self.model(*call.args, **call.kwargs)
+                if self.loss_fn is not None:
+                    output = self.loss_fn(output, *call.loss_args, **(call.loss_kwargs or {}))
         self.after_forward()
         return pick_loss(output, self.model, self.loss_fn)
 
@@ -109,11 +111,18 @@ def trace(
         wrapper.noticed = lambda: draws.noticed(drawn)
         if folding is not None:
             wrapper.traced = folding.traced
-        wrapper.after_forward = lambda: notes.extend(_side_effects(changes()))
+        seen: list[str] = []
+        wrapper.after_forward = lambda: seen.extend(_of_users(changes()))
         try:
-            graph_module, dynamic = _export(wrapper, inputs, size, notes)
+            with untouched(wrapper):
+                graph_module, dynamic = _export(wrapper, inputs, size, notes)
             if drawn:
                 raise draws.refusal(model, lambda: _export(wrapper, inputs, size, notes))
+            if changed := list(dict.fromkeys(seen)):
+                if folding is not None:  # it knows each kind of block by its first call: the whole trace tells
+                    raise second_call.refusal(model, changed)
+                _check_second_call(wrapper, inputs, size, graph_module, changed)
+                notes.extend(_side_effects(changed))
         except CaptureError:
             raise
         except Exception as error:
@@ -128,9 +137,27 @@ def _device_type(model: nn.Module) -> str:
     return tensors[0].device.type if tensors else "cpu"
 
 
+def _of_users(changed: list[str]) -> list[str]:
+    return [name.removeprefix(MODEL_PREFIX + ".") for name in changed if "." in name]
+
+
 def _side_effects(changed: list[str]) -> list[str]:
-    users = [name.removeprefix(MODEL_PREFIX + ".") for name in changed if "." in name]
-    return [f"forward changes self.{name}: a side effect that the captured program does not have" for name in users]
+    return [f"forward changes self.{name}: a side effect that the captured program does not have" for name in changed]
+
+
+def _check_second_call(
+    wrapper: CallAndLoss, inputs: list[Tensor], size: int, first: GraphModule, changed: list[str]
+) -> None:
+    """Raise CaptureError where the next call, which finds the attributes ``changed``, computes another loss."""
+    wrapper.calls = 2
+    try:
+        second, _ = _export(wrapper, inputs, size, [])
+    except Exception as error:
+        raise second_call.refusal(wrapper.model, changed) from error
+    finally:
+        wrapper.calls = 1
+    if not second_call.same_loss(first, second):
+        raise second_call.refusal(wrapper.model, changed)
 
 
 def needs_shadow(model: nn.Module, dtype: torch.dtype | None) -> bool:
