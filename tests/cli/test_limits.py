@@ -11,7 +11,7 @@ import autoplan
 from autoplan.cli.options import parse_strategy, with_limits
 from autoplan.errors import StrategyError
 from autoplan.plan import Plan
-from tests.support.cli import Invoke
+from tests.support.cli import Invoke, too_wide
 
 TINY = {"model_type": "gpt2", "n_embd": 96, "n_layer": 4, "n_head": 6, "n_positions": 128, "vocab_size": 512}
 
@@ -79,7 +79,7 @@ def test_limits_hold_and_are_kept_in_the_plan_file(invoke: Invoke, model: str, t
         "inside_node": "tensor,data",
     }
     said = invoke("explain", str(target)).stdout
-    assert max(map(len, said.splitlines())) <= 80
+    assert not too_wide(said)
     assert "stage boundaries as asked: layers 0-2, 3-5" in " ".join(said.split())
 
 

@@ -12,7 +12,7 @@ from autoplan.errors import PlanFileError, StrategyError
 from autoplan.plan import Plan
 from autoplan.search import search
 from autoplan.search.questions import compare, fit, min_gpus
-from tests.support.cli import Invoke
+from tests.support.cli import Invoke, too_wide
 from tests.support.layer_graphs import Dense, problem
 from tests.support.mixed import group, mixed
 
@@ -41,7 +41,7 @@ def test_show_and_explain_name_the_kind_of_every_stage(invoke: Invoke, file: str
     explained = invoke("explain", file)
     assert "on fast" in explained.output and "on slow" in explained.output
     assert "Layers are split over kinds by their pace" in " ".join(explained.output.split())
-    assert all(len(line) <= 80 for line in explained.output.splitlines())
+    assert not too_wide(explained.output)
 
 
 def test_report_simulate_and_diff_read_it(invoke: Invoke, file: str, tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from autoplan.plan import Plan
-from tests.support.cli import Invoke
+from tests.support.cli import Invoke, too_wide
 
 TINY = {
     "model_type": "gpt2",
@@ -124,7 +124,7 @@ def test_a_plan_is_written_shown_and_explained(invoke: Invoke, tiny: str, tmp_pa
     explained = invoke("explain", file)
     assert explained.exit_code == 0
     assert Plan.load(file).strategy.describe() in explained.stdout
-    assert max(map(len, explained.stdout.splitlines())) <= 80
+    assert not too_wide(explained.stdout)
 
 
 def test_equal_questions_give_equal_bytes(invoke: Invoke, tiny: str, tmp_path: Path) -> None:

@@ -50,12 +50,18 @@ groups = st.builds(
     st.sampled_from([1.0, 0.5, 0.25]),
     st.sampled_from([0.8, 1.5, 4.0]),
 )
+
+
+def tie_ends(chain: list[Dense]) -> list[Dense]:
+    """``chain`` whose first and last layer hold one tensor, and so equally many elements."""
+    first, *middle, last = chain
+    last = dataclasses.replace(last, elements=first.elements, shared="both")
+    return [dataclasses.replace(first, shared="both"), *middle, last]
+
+
 questions = st.builds(
     lambda chain, parts, between, batch, tied: problem(
-        [
-            dataclasses.replace(d, shared="both" if tied and i in (0, len(chain) - 1) else "")
-            for i, d in enumerate(chain)
-        ],
+        tie_ends(chain) if tied else chain,
         mixed(parts, between=between),
         global_batch=batch,
     ),
