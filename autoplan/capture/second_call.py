@@ -21,6 +21,15 @@ from autoplan.capture.errors import forward_line
 from autoplan.errors import CaptureError
 
 _LOOKED_AT = 2**16  # elements of a constant
+# Operators that return the very tensor they were given where there is nothing to do.
+_HANDING_ON = (
+    "aten.contiguous.default",
+    "aten.to.device",
+    "aten.to.dtype",
+    "aten.to.dtype_layout",
+    "aten.to.other",
+    "aten.alias.default",
+)
 # A value by how it was made: what made it, and the values that went in.
 Made = tuple[Any, ...]
 
@@ -37,10 +46,33 @@ def _output(module: GraphModule, numbers: dict[Made, int]) -> int:
     nodes = list(module.graph.nodes)
     needed = _ancestors(nodes[-1])
     for node in nodes:
-        if node in needed:
+        if node not in needed:
+            continue
+        if (operand := _handed_on(node)) is not None:
+            of_node[node] = of_node[operand]
+        else:
             made = (node.op, *_what(node, module, numbers), _plain(node.args, of_node), _plain(node.kwargs, of_node))
             of_node[node] = numbers.setdefault(made, len(numbers))
     return of_node[nodes[-1]]
+
+
+def _handed_on(node: Node) -> Node | None:
+    """The operand that an operator hands on as it is. Where that is an input or a parameter, a trace takes it for the
+    operator's from then on, and the second call reads it so."""
+    target = str(node.target)
+    operand: Any = node.args[0] if node.args else None
+    if target in _HANDING_ON or (target == "aten.dropout.default" and not node.args[2]):
+        pass
+    elif isinstance(operand, Node) and str(operand.target) == "aten.broadcast_tensors.default":
+        operand = operand.args[0][node.args[1]]  # type: ignore[index]
+    else:
+        return None
+    return operand if isinstance(operand, Node) and _shape(operand) == _shape(node) else None
+
+
+def _shape(node: Node) -> str:
+    value = node.meta.get("val")
+    return f"{value.dtype} {tuple(value.shape)}" if isinstance(value, Tensor) else repr(node)
 
 
 def _ancestors(last: Node) -> set[Node]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from autoplan.capture import capture, capture_folded
@@ -82,6 +83,15 @@ class KeepsALiteral(Stateful):
         return (self.linear(x) * self.mask).sum()
 
 
+class HandsOn(Stateful):
+    """Its operators return the input and the weight themselves."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        y = F.linear(F.dropout(x.contiguous(), training=False).to(x.dtype), self.linear.weight.contiguous())
+        return F.mse_loss(y, x)
+
+
 class SetsAnew(Stateful):
     def forward(self, x: Tensor) -> Tensor:
         self.scale = 0.5
@@ -98,7 +108,14 @@ class Inside(nn.Module):
 
 
 READ = [(Scales, "calls"), (Recurs, "hidden"), (Remembers, "past"), (StartsOtherwise, "fresh")]
-LEFT_OUT = [(Counts, "calls"), (Logs, "past"), (KeepsAMask, "mask"), (KeepsALiteral, "mask"), (SetsAnew, "scale")]
+LEFT_OUT = [
+    (Counts, "calls"),
+    (HandsOn, "calls"),
+    (Logs, "past"),
+    (KeepsAMask, "mask"),
+    (KeepsALiteral, "mask"),
+    (SetsAnew, "scale"),
+]
 
 
 @pytest.mark.parametrize("trace", [capture, capture_folded])
@@ -110,7 +127,7 @@ def test_what_the_next_call_reads_is_refused_at_its_line(trace: type, kind: type
         trace(model, torch.randn(4, 8))
     assert f"forward changes self.{name}, and the next call computes something else" in refused.value.what
     assert f"{__file__}:" in (refused.value.where or "")
-    line = int(refused.value.where.split(":")[1].split()[0])  # type: ignore[union-attr]
+    line = int(refused.value.where.split(":")[1].split()[0])
     with open(__file__, encoding="utf-8") as file:
         assert f"self.{name}" in file.readlines()[line - 1]
     assert vars(model) == before
