@@ -18,6 +18,8 @@ import json
 from collections.abc import Callable
 from typing import Any
 
+from autoplan.schedules import sends_a_micro_batch
+
 REVISION = 5
 DIGEST_SINCE = 5
 # Of an object: the keys that share its first line; lists that are one line.
@@ -123,8 +125,25 @@ def _from_third(data: Data) -> Data:
 
 
 def _from_fourth(data: Data) -> Data:
-    """Files before revision 5 did not say what a GPU computes at most, and had no digest."""
-    return data
+    """Files before revision 5 did not say what a GPU computes at most, and had no digest. Where two pipeline ranks hold
+    several stages each, they counted one message a stage: each rank sends the activations of all its stages and the
+    gradients of all, but for the model's last or first."""
+    strategy, axes = data.get("strategy"), data.get("axes")
+    if not isinstance(strategy, dict) or not isinstance(axes, list) or strategy.get("pipeline") != 2:
+        return data
+    virtual, micro = strategy.get("virtual_stages"), strategy.get("micro_batches")
+    if not isinstance(virtual, int) or not isinstance(micro, int):
+        return data
+    counted = {"name": "pipeline", "times_per_step": micro * virtual}
+    return {
+        **data,
+        "axes": [
+            {**axis, "times_per_step": micro * sends_a_micro_batch(ranks=2, virtual_stages=virtual)}
+            if isinstance(axis, dict) and counted.items() <= axis.items()
+            else axis
+            for axis in axes
+        ],
+    }
 
 
 # A step for each revision but the newest: from it to the next.

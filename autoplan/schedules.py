@@ -68,6 +68,14 @@ def stages_of_rank(rank: int, *, stages: int, virtual_stages: int = 1) -> tuple[
     return tuple(s for s in range(stages) if rank_of_stage(s, ranks=ranks) == rank)
 
 
+def sends_a_micro_batch(*, ranks: int, virtual_stages: int = 1) -> int:
+    """Messages that the rank with most of them sends for one micro-batch: from each of its stages but the model's last
+    the activations, from each but the model's first their gradients. Between two ranks each holds one of those."""
+    if ranks == 1:
+        return 0
+    return 2 * virtual_stages - (1 if ranks == 2 else 0)
+
+
 # ------------------------------------------------------------------------------------------------------------ the lists
 
 

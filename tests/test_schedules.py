@@ -187,3 +187,23 @@ def test_a_long_step_holds_what_a_shorter_one_does(schedule: str, virtual_stages
                 schedule, rank=rank, stages=stages, micro_batches=micro_batches, virtual_stages=virtual_stages
             )
             assert set(found) == set(whole)
+
+
+@pytest.mark.parametrize("virtual_stages", [1, 2, 4])
+@pytest.mark.parametrize("ranks", [1, 2, 3, 5])
+def test_messages_are_those_that_the_busiest_rank_sends(ranks: int, virtual_stages: int) -> None:
+    """A forward hands on activations, a backward gradients, to the rank of the next or the previous stage."""
+    stages, micro_batches = ranks * virtual_stages, 2 * ranks
+    name = "interleaved" if virtual_stages > 1 else "1f1b"
+    sent = [
+        sum(
+            schedules.rank_of_stage(to, ranks=ranks) != rank
+            for stage, kind, _ in own
+            if 0 <= (to := stage + 1 if kind == "F" else stage - 1) < stages
+        )
+        for rank, own in enumerate(
+            schedules.all_actions(name, stages=stages, micro_batches=micro_batches, virtual_stages=virtual_stages)
+        )
+    ]
+    each = schedules.sends_a_micro_batch(ranks=ranks, virtual_stages=virtual_stages)
+    assert max(sent) == micro_batches * each

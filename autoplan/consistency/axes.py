@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from autoplan.consistency.machines import as_made_for
 from autoplan.consistency.problems import EXACT, Problem, close
+from autoplan.schedules import sends_a_micro_batch
 
 if TYPE_CHECKING:
     from autoplan.plan import Axis, Plan, Stage
@@ -89,7 +90,7 @@ def _times(plan: Plan, axis: Axis) -> Iterator[Problem]:
     strategy, micro = plan.strategy, plan.strategy.micro_batches
     layers = sum(stage.last_layer - stage.first_layer + 1 for stage in busiest(plan))
     exact = {
-        "pipeline": micro * strategy.virtual_stages * (2 if strategy.pipeline > 2 else 1),
+        "pipeline": micro * sends_a_micro_batch(ranks=strategy.pipeline, virtual_stages=strategy.virtual_stages),
         "data": (layers, 2 * layers, (micro + 1) * layers, 3 * micro * layers)[strategy.zero_stage],
     }
     if axis.name in exact and axis.times_per_step != exact[axis.name]:

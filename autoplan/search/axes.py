@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 
 from autoplan.plan import Axis
-from autoplan.schedules import rank_of_stage
+from autoplan.schedules import rank_of_stage, sends_a_micro_batch
 from autoplan.search.dag_transfers import transfers
 from autoplan.search.evaluate import Evaluation, stage_link
 from autoplan.search.space import Space
@@ -52,7 +52,8 @@ def _pipeline(space: Space, evaluation: Evaluation) -> Axis:
         degree=strategy.pipeline,
         splits="layers",
         collective="send and receive",
-        times_per_step=strategy.micro_batches * strategy.virtual_stages * (2 if strategy.pipeline > 2 else 1),
+        times_per_step=strategy.micro_batches
+        * sends_a_micro_batch(ranks=strategy.pipeline, virtual_stages=strategy.virtual_stages),
         bytes_per_step=strategy.micro_batches * max(sent),
         exposed_s=2 * sum(evaluation.sends_s),
         link=(cluster.inter if crosses else cluster.intra).name,
