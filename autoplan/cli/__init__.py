@@ -15,6 +15,9 @@ def main() -> None:
     # the end, where going through a large model's graph once more takes two seconds and frees what the system frees.
     gc.set_threshold(70_000, 20, 50)
     atexit.register(gc.freeze)
+    from autoplan.cli.streams import open_closed_streams
+
+    open_closed_streams()  # first of all: what is opened before might get their numbers
     from autoplan.cli.application import application
 
     application()

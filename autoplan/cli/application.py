@@ -16,6 +16,7 @@ import typer
 from typer.core import TyperCommand, TyperGroup
 from typer.main import get_command
 
+from autoplan.cli import streams
 from autoplan.cli.console import error_line, result_json
 from autoplan.errors import AutoplanError
 
@@ -155,7 +156,9 @@ def _report(error: Exception, command: str, *, json: bool) -> int:
     error_line(str(said))
     if json:
         lines = {"what": said.what, "where": said.where, "legal": said.legal, "attempt": said.attempt}
-        result_json({"schema": 1, "error": {"exit_code": code, **lines}})
+        with streams.that_may_fail():  # the exit code is said in any case
+            result_json({"schema": 1, "error": {"exit_code": code, **lines}})
+            sys.stdout.flush()
     if isinstance(error, AutoplanError) or code == FAULT:
         _trace_if_wanted(error)
     return code
@@ -175,6 +178,10 @@ def _as_ours(error: Exception, command: str) -> tuple[AutoplanError, int]:
         return AutoplanError(
             "cannot write: the disk is full", where=error.filename or "standard output"
         ), _print_no_more(2)
+    if isinstance(error, OSError) and error.errno in (errno.EBADF, errno.EIO) and error.filename is None:
+        return AutoplanError(
+            f"cannot print the result: {streams.reason(error)}", attempt="the same command without `>&-`, or > FILE"
+        ), _print_no_more(2)
     frame = traceback.extract_tb(error.__traceback__)[-1]
     reason = " ".join(str(error).split())[:300]
     fault = AutoplanError(
@@ -187,7 +194,8 @@ def _as_ours(error: Exception, command: str) -> tuple[AutoplanError, int]:
 
 def _trace_if_wanted(error: Exception) -> None:
     if os.environ.get(TRACEBACK_VARIABLE, "") not in ("", "0"):
-        sys.stderr.write("".join(traceback.format_exception(error)))
+        with streams.that_may_fail():
+            sys.stderr.write("".join(traceback.format_exception(error)))
 
 
 def _show_version(wanted: bool) -> None:

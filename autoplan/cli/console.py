@@ -13,6 +13,8 @@ from typing import Any
 from rich.console import Console, RenderableType
 from rich.table import Table
 
+from autoplan.cli.streams import that_may_fail
+
 
 def out() -> Console:
     """The console of results; made anew, so that a redirected stdout is honoured."""
@@ -26,6 +28,11 @@ def err() -> Console:
 
 def error_line(text: str) -> None:
     """``error: ...`` on stderr; further lines of ``text`` follow as they are."""
+    with that_may_fail():
+        _error_line(text)
+
+
+def _error_line(text: str) -> None:
     console = err()
     if console.is_terminal:
         console.print("[bold red]error:[/]", end="")
@@ -48,7 +55,8 @@ def note(text: str) -> None:
     """A message for a person, on stderr: in a file one line, on a terminal folded between words."""
     console = err()
     shown = "\n".join(folded(text, 2, console.width)) if console.is_terminal else text
-    console.print(shown, markup=False, soft_wrap=True, style="dim")
+    with that_may_fail():
+        console.print(shown, markup=False, soft_wrap=True, style="dim")
 
 
 def result(*renderables: RenderableType) -> None:

@@ -30,7 +30,18 @@ def test_the_list_of_commands_says_what_each_says_of_itself(name: str) -> None:
 
 def test_every_file_of_a_command_is_listed() -> None:
     files = {name.replace("-", "_").replace("import", "import_") for name in SUMMARIES}
-    shared = {"__init__", "__main__", "answer", "application", "completions", "console", "options", "output", "summary"}
+    shared = {
+        "__init__",
+        "__main__",
+        "answer",
+        "application",
+        "completions",
+        "console",
+        "options",
+        "output",
+        "streams",
+        "summary",
+    }
     assert {path.stem for path in (Path(autoplan.__file__).parent / "cli").glob("*.py")} == files | shared
 
 
@@ -38,7 +49,7 @@ def test_help_loads_no_command_and_nothing_that_plans() -> None:
     code = "from autoplan.cli.application import application\ntry: application(['--help'])\nexcept SystemExit: pass"
     assert loaded_by(code) == {
         *("autoplan", "autoplan.errors"),
-        *("autoplan.cli", "autoplan.cli.application", "autoplan.cli.console"),
+        *("autoplan.cli", "autoplan.cli.application", "autoplan.cli.console", "autoplan.cli.streams"),
     }
 
 
