@@ -50,33 +50,35 @@ class OperatorTime:
 
 def operator_time(op: Operator, device: Device, *, micro_batch: int, software: Software = EAGER) -> OperatorTime:
     """Device seconds of ``op`` for ``micro_batch`` samples, forward and backward."""
-    if op.kind == "view":
-        return OperatorTime()
-    forward = _forward_s(op, device, micro_batch, software)
-    backward = _backward_s(op, device, micro_batch, software) if op.needs_backward else 0.0
+    forward, backward = _directions_s(op, device, micro_batch, software)
     return OperatorTime(forward_s=forward, backward_s=backward)
+
+
+def _directions_s(op: Operator, device: Device, micro_batch: int, software: Software) -> tuple[float, float]:
+    if op.kind == "view":
+        return 0.0, 0.0
+    forward = _forward_s(op, device, micro_batch, software)
+    return forward, _backward_s(op, device, micro_batch, software) if op.needs_backward else 0.0
 
 
 def layer_time(kind: LayerKind, device: Device, *, micro_batch: int, software: Software = EAGER) -> OperatorTime:
     """Seconds of all operators of a layer; collectives are :func:`communication.tensor_time`'s, but on a CPU the copies
     that they work on (:func:`cpu.host_s`)."""
-    total = OperatorTime()
-    if device.is_cpu:  # nothing runs ahead of a CPU: dispatch adds
-        for op in kind.operators:
-            total += operator_time(op, device, micro_batch=micro_batch, software=software)
-        host_forward_s, host_backward_s = cpu.host_s(kind, device, micro_batch=micro_batch)
-        return total + OperatorTime(forward_s=host_forward_s, backward_s=host_backward_s)
+    forward_s = backward_s = 0.0
     forward_launches = backward_launches = 0.0
     for op in kind.operators:
-        total += operator_time(op, device, micro_batch=micro_batch, software=software)
+        ahead_s, back_s = _directions_s(op, device, micro_batch, software)
+        forward_s, backward_s = forward_s + ahead_s, backward_s + back_s
         weight = _VIEW_DISPATCH if op.kind == "view" else 1.0
         forward_launches += weight
         if op.needs_backward:
             backward_launches += 2.0 if op.kind == "gemm" else weight
+    if device.is_cpu:  # nothing runs ahead of a CPU: dispatch adds
+        host_forward_s, host_backward_s = cpu.host_s(kind, device, micro_batch=micro_batch)
+        return OperatorTime(forward_s=forward_s + host_forward_s, backward_s=backward_s + host_backward_s)
     host = device.launch_s * software.dispatch
     return OperatorTime(
-        forward_s=larger(total.forward_s, host * forward_launches),
-        backward_s=larger(total.backward_s, host * backward_launches),
+        forward_s=larger(forward_s, host * forward_launches), backward_s=larger(backward_s, host * backward_launches)
     )
 
 

@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from autoplan.layers.types import LayerGraph, LayerKind
-from autoplan.search.dag_transfers import Crossing, crossing, edge_bytes, is_chain
+from autoplan.search.dag_transfers import Crossing, crossing, is_chain
 from autoplan.search.pricing import Kept, KindCosts, Kinds, Seconds
 from autoplan.search.savings import Savings
 
@@ -310,28 +310,53 @@ class Chain:
         return [float(b) for b in distinct], back.reshape(-1)
 
 
-def build_chain(graph: LayerGraph, priced: Kinds, *, policies: tuple[str, ...], samples: int) -> Chain:
-    """The chain of ``graph``, whose kinds are ``priced`` at ``samples`` a micro-batch."""
+@dataclass(frozen=True)
+class Flow:
+    """What layers hand each other, whatever the micro-batch."""
+
+    graph: LayerGraph
+
+    @cached_property
+    def kinds(self) -> Integers:
+        """[L] each layer's kind."""
+        return np.array([layer.kind for layer in self.graph.layers], dtype=np.int64)
+
+    @cached_property
+    def is_chain(self) -> bool:
+        """Whether every layer hands values to the next alone."""
+        return is_chain(self.graph)
+
+    @cached_property
+    def _changes(self) -> tuple[Floats, Floats]:
+        """[L + 1] by how many bytes what crosses grows from each cut to the next: whatever the batch, and a sample."""
+        fixed, each = np.zeros(len(self.graph.layers) + 1), np.zeros(len(self.graph.layers) + 1)
+        for edge in self.graph.edges:
+            change = each if edge.batched else fixed
+            change[edge.source + 1] += edge.bytes_per_sample
+            change[edge.targets[-1] + 1] -= edge.bytes_per_sample
+        return fixed, each
+
+    def cut_bytes(self, samples: int) -> Floats:
+        """[L + 1] bytes of a micro-batch of ``samples`` across each cut, 0 at both ends."""
+        fixed, each = self._changes
+        # Sums of bytes are exact in float64, so that what is added and taken away leaves nothing behind.
+        inner = np.cumsum(fixed + each * samples)[1 : len(self.graph.layers)]
+        return np.concatenate(([0.0], inner, [0.0]))
+
+
+def build_chain(flow: Flow, priced: Kinds, *, policies: tuple[str, ...], samples: int) -> Chain:
+    """The chain of a graph, whose kinds are ``priced`` at ``samples`` a micro-batch."""
+    graph = flow.graph
     return Chain(
         layers=len(graph.layers),
-        kinds=np.array([layer.kind for layer in graph.layers], dtype=np.int64),
+        kinds=flow.kinds,
         priced=priced,
         samples=samples,
         policies=policies,
-        cut_bytes=np.array([0.0, *_cut_bytes(graph, samples), 0.0]),
+        cut_bytes=flow.cut_bytes(samples),
         tied=_tied(graph, priced.kinds),
-        crossing=None if is_chain(graph) else crossing(graph, samples=samples),
+        crossing=None if flow.is_chain else crossing(graph, samples=samples),
     )
-
-
-def _cut_bytes(graph: LayerGraph, samples: int) -> list[float]:
-    """Bytes a micro-batch across cuts 1 to L - 1; one pass over the edges."""
-    change = np.zeros(len(graph.layers) + 1)
-    for edge in graph.edges:
-        change[edge.source + 1] += edge_bytes(edge, samples)
-        change[edge.targets[-1] + 1] -= edge_bytes(edge, samples)
-    # Sums of bytes are exact in float64, so that what is added and taken away leaves nothing behind.
-    return [float(v) for v in np.cumsum(change)[1 : len(graph.layers)]]
 
 
 def _tied(graph: LayerGraph, kinds: tuple[LayerKind, ...]) -> tuple[Tied, ...]:

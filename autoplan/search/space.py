@@ -14,7 +14,7 @@ from autoplan.errors import StrategyError
 from autoplan.layers.order import reordered
 from autoplan.layers.types import LayerKind
 from autoplan.plan import Strategy
-from autoplan.search.chain import Chain, build_chain
+from autoplan.search.chain import Chain, Flow, build_chain
 from autoplan.search.constraints import allowed, with_limits
 from autoplan.search.dag import DownSetChain, DownSets, down_set_chain, down_sets
 from autoplan.search.degrees import Candidates, enumerate_candidates, tensor_degrees
@@ -36,6 +36,7 @@ class Space:
     _priced: dict[tuple[int, bool], Kinds] = field(default_factory=dict)
     _weight_gradients: dict[tuple[int, int, bool], tuple[float, ...]] = field(default_factory=dict)
     # What follows is of one order of the layers, and not shared with those of another.
+    _flows: dict[tuple[int, bool], Flow] = field(default_factory=dict, init=False)
     _chains: dict[tuple[int, int, bool], Chain] = field(default_factory=dict, init=False)
     _convex: dict[tuple[int, int, bool], DownSetChain] = field(default_factory=dict, init=False)
     _ordered: dict[tuple[int, ...], Space] = field(default_factory=dict, init=False)
@@ -140,9 +141,15 @@ class Space:
         """The priced layers."""
         key = (tensor, micro_batch, sequence)
         if key not in self._chains:
-            layers, kinds = self.problem.layers_under(tensor, sequence=sequence), self._kinds_to_price(tensor, sequence)
-            self._chains[key] = build_chain(layers, kinds, policies=self.policies, samples=micro_batch)
+            flow, kinds = self._flow(tensor, sequence), self._kinds_to_price(tensor, sequence)
+            self._chains[key] = build_chain(flow, kinds, policies=self.policies, samples=micro_batch)
         return self._chains[key]
+
+    def _flow(self, tensor: int, sequence: bool) -> Flow:
+        key = (tensor, sequence)
+        if key not in self._flows:
+            self._flows[key] = Flow(self.problem.layers_under(tensor, sequence=sequence))
+        return self._flows[key]
 
     def _kinds_to_price(self, tensor: int, sequence: bool) -> Kinds:
         key = (tensor, sequence)

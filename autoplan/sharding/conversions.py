@@ -18,6 +18,7 @@ A value without a gradient is as good Copied as Replicated. Nothing leads from C
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 
 from autoplan.layers.types import CollectiveName
@@ -40,6 +41,7 @@ def without_gradient(state: Placement) -> Placement:
     return REPLICATE if isinstance(state, Copied) else state
 
 
+@functools.lru_cache(maxsize=4096)
 def steps(source: Placement, target: Placement, *, differentiable: bool) -> tuple[Step, ...] | None:
     """The conversions from ``source`` to ``target``, empty where they agree, None where nothing leads there."""
     if not differentiable:

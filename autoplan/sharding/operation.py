@@ -109,10 +109,14 @@ class GraphFacts:
         self.parametric: dict[Node, bool] = {}
         self._parameters: dict[Node, Tensor | None] = {}
         for node in self.graph.nodes:
-            parents = node.all_input_nodes
-            parameter = self.parameter(node)
-            self.differentiable[node] = self._is_differentiable(node, parents, parameter)
-            self.parametric[node] = parameter is not None or any([self.parametric[parent] for parent in parents])
+            if node.op == "get_attr":
+                parameter = self.parameter(node)
+                self.parametric[node] = parameter is not None
+                self.differentiable[node] = parameter is not None and parameter.requires_grad
+            else:
+                parents = node.all_input_nodes
+                self.parametric[node] = any([self.parametric[parent] for parent in parents])
+                self.differentiable[node] = self._is_differentiable(node, parents)
         self._operations: dict[Node, Operation] = {}
         self._read_once: dict[Node, Operation] = {}
         self.answers: dict[Any, tuple[Any, ...]] = {}
@@ -143,14 +147,13 @@ class GraphFacts:
             self._parameters[node] = value if isinstance(value, torch.nn.Parameter) else None
         return self._parameters[node]
 
-    def _is_differentiable(self, node: Node, parents: list[Node], parameter: Tensor | None) -> bool:
-        if node.op == "get_attr":
-            return parameter is not None and parameter.requires_grad
+    def _is_differentiable(self, node: Node, parents: list[Node]) -> bool:
         if node.op != "call_function" or not any([self.differentiable[parent] for parent in parents]):
             return False
-        types = [tensor.dtype for tensor in tensors_of(node.meta.get("val"))]
-        has_gradient = any([dtype.is_floating_point or dtype.is_complex for dtype in types])
-        return has_gradient and operator_key(node.target) != "detach"
+        for tensor in tensors_of(node.meta.get("val")):
+            if tensor.dtype.is_floating_point or tensor.dtype.is_complex:
+                return operator_key(node.target) != "detach"
+        return False
 
     def _read(self, node: Node) -> Operation:
         arguments, named = _bind(node)

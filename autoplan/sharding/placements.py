@@ -60,7 +60,7 @@ class Shard:
 
     def at(self, dim: int) -> Shard:
         """The same layout along another dimension (of the same size)."""
-        return Shard(dim, self.parts, self.block)
+        return self if dim == self.dim else Shard(dim, self.parts, self.block)
 
     def sizes(self, size: int) -> tuple[int, ...]:
         """The runs that are sliced one by one, of a dimension with ``size`` elements."""

@@ -94,14 +94,14 @@ class Costs:
         )
         of_nodes = list(zip(view.nodes, view.operators, strict=True))
         self._kept_us = {node: kept * operator.saved_bytes for node, operator in of_nodes}
-        self.of_options = {
-            node: [
-                _MICROSECONDS * (_operator_s(view, node, operator, option, pricing) + self._internal_s(node, option))
+        self.of_options: dict[Node, list[float]] = {}
+        for node, operator in of_nodes:
+            priced = _PricedOptions(view, node, operator, pricing)
+            self.of_options[node] = [
+                _MICROSECONDS * (priced.seconds(option) + self._internal_s(node, option))
                 + (0.0 if option.keeps_share else self._kept_us[node])
                 for option in found.options[node]
             ]
-            for node, operator in of_nodes
-        }
         self._conversions: dict[tuple[Node, Placement], dict[Placement, float]] = defaultdict(dict)
 
     @functools.cached_property
@@ -240,8 +240,22 @@ def _elements(facts: GraphFacts, node: Node) -> int:
     return 0 if parameter is None else parameter.numel()
 
 
-def _operator_s(view: LayerView, node: Node, operator: Operator, option: Option, pricing: Pricing) -> float:
-    return pricing.operator_s(local_operator(view, node, operator, option, whole=False))
+class _PricedOptions:
+    """Seconds of one operator under each of its options; those that divide it alike, along whatever dimension, are
+    priced once."""
+
+    def __init__(self, view: LayerView, node: Node, operator: Operator, pricing: Pricing) -> None:
+        self._view, self._node, self._operator, self._pricing = view, node, operator, pricing
+        self._known: dict[tuple[object, ...], float] = {}
+
+    def seconds(self, option: Option) -> float:
+        divided = [isinstance(state, Shard) for state in (*option.inputs, option.output)]
+        key = (*divided, option.keeps_share, option.gemm) if any(divided) else ()
+        found = self._known.get(key)
+        if found is None:
+            local = local_operator(self._view, self._node, self._operator, option, whole=False)
+            found = self._known[key] = self._pricing.operator_s(local)
+        return found
 
 
 def _widest_bytes(view: LayerView, found: Candidates) -> float:
