@@ -200,7 +200,9 @@ class Certificate:
 class Axis:
     """One axis of the mesh in words and numbers, for ``explain``.
 
-    ``bytes_per_step`` is what one GPU sends in a step; ``exposed_s`` is the part of its time that nothing hides.
+    ``bytes_per_step`` is what one GPU sends in a step; ``exposed_s`` is the part of its time that nothing hides. Both
+    are of the stage with the longest period. ``link``: where groups of GPUs have different ones, ``LINK on GROUP; LINK
+    on GROUP`` (:meth:`link_on`).
     """
 
     __pydantic_config__: ClassVar[ConfigDict] = _STRICT
@@ -213,6 +215,11 @@ class Axis:
     bytes_per_step: float
     exposed_s: float
     link: str
+
+    def link_on(self, group: str) -> str:
+        """The link that GPUs of ``group`` communicate over."""
+        on = f" on {group}"
+        return next((part.removesuffix(on) for part in self.link.split("; ") if part.endswith(on)), self.link)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

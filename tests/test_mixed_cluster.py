@@ -275,3 +275,30 @@ def test_any_text_is_a_cluster_or_is_refused_in_words(text: str) -> None:
     except ClusterError:
         return
     assert cluster.gpus == sum(part.gpus for part in cluster.one_kind)
+
+
+def test_a_link_with_a_bandwidth_of_its_own_is_not_called_what_it_is_not(tmp_path: Path) -> None:
+    (tmp_path / "own.toml").write_text(
+        """
+        [[groups]]
+        device = "H100"
+        nodes = 2
+        [groups.inter]
+        latency_s = 9e-6
+        [[groups]]
+        device = "A100-80GB"
+        nodes = 2
+        [groups.inter]
+        gbit_per_s = 100
+        oversubscription = 2
+        [between]
+        bytes_per_s = 10e9
+        """
+    )
+    cluster = Cluster.parse(str(tmp_path / "own.toml"))
+    new, old = cluster.groups
+    assert new.inter.name == "400 Gb/s NDR InfiniBand, 8 rails (your figures)"  # at its own bandwidth
+    assert old.inter.name == "100 Gb/s a GPU, oversubscribed 2 times (your figures)"
+    assert old.inter.bytes_per_s == pytest.approx(100e9 / 8 / 2)
+    assert cluster.link_between(0, 1).name == "10 GB/s a GPU (your figures)"
+    assert new.spec == f"H100-80GB-SXM of {cluster.spec}"  # what messages about a group call it

@@ -66,7 +66,11 @@ def read_cluster(path: Path) -> Cluster:
         _refuse_links(data, where=where)
         return dataclasses.replace(parts[0], spec=where)
     plain = join(parts, spec=where, where=where)  # names the groups
-    return join(parts, spec=where, where=where, links=_links(data, plain, where=where))
+    named = [
+        dataclasses.replace(part, spec=f"{group.name} of {where}")
+        for part, group in zip(parts, plain.groups, strict=True)
+    ]
+    return join(named, spec=where, where=where, links=_links(data, plain, where=where))
 
 
 def _group(data: dict[str, Any], *, where: str) -> Cluster:
@@ -211,5 +215,18 @@ def _link(described: object, default: Link, *, field: str, where: str, known: tu
     if "name" in described:
         changes["name"] = text(described, "name", place)
     elif changes:
-        changes["name"] = f"{default.name.removesuffix(_YOURS)}{_YOURS}"
+        changes["name"] = _own_name(described, default)
     return dataclasses.replace(default, **changes)
+
+
+def _own_name(described: Mapping[str, Any], default: Link) -> str:
+    """Of a link with figures of the file's own: a bandwidth of its own makes it another link than ``default``, whatever
+    that is called; a latency or an oversubscription of its own leaves it what it is."""
+    name = default.name.removesuffix(_YOURS)
+    if "gbit_per_s" in described:
+        name = f"{float(described['gbit_per_s']):g} Gb/s a GPU"
+    elif "bytes_per_s" in described:
+        name = f"{float(described['bytes_per_s']) / 1e9:g} GB/s a GPU"
+    if "oversubscription" in described:
+        name += f", oversubscribed {float(described['oversubscription']):g} times"
+    return f"{name}{_YOURS}"

@@ -153,5 +153,6 @@ def _link(plan: Plan, axis: Axis) -> Iterator[Problem]:
         return
     names = {link.name for part in cluster.one_kind for link in (part.intra, part.inter)}
     names |= {link.name for link in (cluster.intra, cluster.inter, *cluster.between)}
-    if axis.link not in names:
+    each = {f"{name} on {group.name}" for name in names for group in cluster.groups}
+    if axis.link not in names and not set(axis.link.split("; ")) <= each:
         yield "link", f"{axis.link!r}, but the links of {plan.cluster.spec} are {', '.join(sorted(names))}"

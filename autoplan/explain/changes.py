@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, Literal
 
 from autoplan.explain.text import heading, paragraph, percent, seconds, size
-from autoplan.plan import Crossing, OtherAnswer, Plan, Strategy
+from autoplan.plan import Alternative, Crossing, OtherAnswer, Plan, Strategy
 
 if TYPE_CHECKING:
     from pydantic import ConfigDict
@@ -116,18 +116,31 @@ def _memory(plan: Plan) -> Iterator[Threshold]:
             )
         else:
             kind, verdict = _there(plan, other.strategy, step_s)
-        more = size(other.short_by_bytes)
+        more = f"{size(other.short_by_bytes)} more {_on(plan, other)}"
         if more not in found or (step_s or 0.0) < (found[more].step_time_s or 0.0):
             found[more] = Threshold(
                 kind=kind,
-                condition=f"with {more} more on each GPU",
+                condition=f"with {more}",
                 quantity="memory_bytes",
-                value=plan.cluster.memory_bytes + other.short_by_bytes,
+                value=_capacity(plan, other) + other.short_by_bytes,
                 strategy=other.strategy,
                 step_time_s=step_s,
                 verdict=verdict,
             )
     yield from found.values()
+
+
+def _capacity(plan: Plan, other: Alternative) -> float:
+    """Bytes of the GPUs that ``other`` does not fit on: of the smallest of those that it is for."""
+    groups = [group.memory_bytes for group in plan.cluster.groups if other.family == f"{group.name} alone"]
+    used = [plan.cluster.memory_of(stage) for stage in plan.stages]
+    return min(groups or used, default=plan.cluster.memory_bytes)
+
+
+def _on(plan: Plan, other: Alternative) -> str:
+    """Which GPUs need more memory for ``other``."""
+    named = next((group.name for group in plan.cluster.groups if other.family == f"{group.name} alone"), "")
+    return f"on each GPU of {named}" if named else "on each GPU"
 
 
 def _there(plan: Plan, strategy: Strategy, step_s: float) -> tuple[Kind, str]:
@@ -159,12 +172,13 @@ def _parallelism(strategy: Strategy) -> tuple[int, ...]:
 
 def _less(plan: Plan) -> Threshold:
     """How much less memory the plan itself would do with."""
-    least = max(0.0, min(plan.cluster.memory_of(stage) - stage.peak_memory_bytes for stage in plan.stages))
+    fullest = min(plan.stages, key=lambda stage: plan.cluster.memory_of(stage) - stage.peak_memory_bytes)
+    least = max(0.0, plan.cluster.memory_of(fullest) - fullest.peak_memory_bytes)
     return Threshold(
         kind="unchanged",
         condition=f"with up to {size(least)} less on each GPU",
         quantity="memory_bytes",
-        value=plan.cluster.memory_bytes - least,
+        value=plan.cluster.memory_of(fullest) - least,
         strategy=None,
         step_time_s=None,
         verdict="this plan still fits as it is; with less memory than that it does not",
@@ -178,7 +192,7 @@ def margin(plan: Plan, strategy: Strategy) -> float:
 
 
 def _links(plan: Plan, crossing: Crossing) -> Threshold:
-    where = "between nodes" if crossing.quantity == "inter_bytes_per_s" else "inside a node"
+    where = _where(plan, crossing.quantity)
     strategy, step_s, times = crossing.strategy, crossing.step_time_s, crossing.factor
     if strategy is None or step_s is None:
         condition = f"with links {where} from 1/{times:g} to {times:g} times as fast"
@@ -186,6 +200,8 @@ def _links(plan: Plan, crossing: Crossing) -> Threshold:
     else:
         beyond = "or more" if times > 1 else "or less"
         condition = f"with about {crossing.value / 1e9:.3g} GB/s a GPU {where} ({times:.2g} times what it is) {beyond}"
+        if plan.cluster.groups:  # which have links of their own
+            condition = f"with links {where} about {times:.2g} times as fast {beyond}"
         verdict = (
             f"{strategy.describe()}, {seconds(step_s)} a step there, over {margin(plan, strategy):.0%} less than "
             f"this plan there ({seconds(plan.predicted.step_time_s)} here)"
@@ -199,6 +215,13 @@ def _links(plan: Plan, crossing: Crossing) -> Threshold:
         step_time_s=step_s,
         verdict=verdict,
     )
+
+
+def _where(plan: Plan, quantity: str) -> str:
+    """Which links they are."""
+    if quantity != "inter_bytes_per_s":
+        return "inside a node"
+    return "between nodes and between kinds" if plan.cluster.groups else "between nodes"
 
 
 def _searched(plan: Plan, answer: OtherAnswer) -> Threshold:

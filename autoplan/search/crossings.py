@@ -10,6 +10,7 @@ and mostly before it.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -19,7 +20,7 @@ from autoplan.cost_models import communication
 from autoplan.cost_models.compute import OperatorTime
 from autoplan.cost_models.data_parallel import DataParallelTime
 from autoplan.layers.types import Collective, LayerKind
-from autoplan.plan import Crossing
+from autoplan.plan import Crossing, Strategy
 from autoplan.search import listed
 from autoplan.search.choice import SHARDING_TOLERANCE
 from autoplan.search.engine import TOLERANCE
@@ -85,27 +86,40 @@ def fitting(problem: Problem, short: Sequence[Shortfall]) -> tuple[Crossing, ...
     return tuple(found)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rival:
+    """A decision whose step is known at any speed of one kind of links: ``step_s`` of so many times as fast."""
+
+    strategy: Strategy
+    step_s: Callable[[float], float]
+
+
 def _of_kind(chosen: Priced, others: Sequence[Priced], quantity: str, now: float, scaled: Scaled) -> Iterator[Crossing]:
-    found = [
-        nearest for furthest in (FURTHEST, 1 / FURTHEST) if (nearest := _nearest(chosen, others, furthest, scaled))
-    ]
+    there = functools.cache(functools.partial(scaled, chosen.space.problem.cluster))
+
+    def rival(priced: Priced) -> Rival:
+        return Rival(strategy=priced.evaluation.strategy, step_s=lambda factor: step_s(priced, there(factor)))
+
+    return of_rivals(rival(chosen), [rival(other) for other in others], quantity, now)
+
+
+def of_rivals(chosen: Rival, others: Sequence[Rival], quantity: str, now: float) -> Iterator[Crossing]:
+    """The nearest of faster and of slower links at which one of ``others`` wins; where none does, one entry without a
+    strategy. ``now`` is the speed that a factor is of."""
+    found = [nearest for furthest in (FURTHEST, 1 / FURTHEST) if (nearest := _nearest(chosen, others, furthest))]
     for factor, winner, step_s in found:
-        strategy = winner.evaluation.strategy
+        strategy = winner.strategy
         yield Crossing(quantity=quantity, value=now * factor, factor=factor, strategy=strategy, step_time_s=step_s)
     if not found:
         yield Crossing(quantity=quantity, value=now * FURTHEST, factor=FURTHEST, strategy=None, step_time_s=None)
 
 
-def _nearest(
-    chosen: Priced, others: Sequence[Priced], furthest: float, scaled: Scaled
-) -> tuple[float, Priced, float] | None:
+def _nearest(chosen: Rival, others: Sequence[Rival], furthest: float) -> tuple[float, Rival, float] | None:
     """The factor nearest to 1, of those that bisection tries, at which one of ``others`` wins; that one; its step."""
-    cluster = chosen.space.problem.cluster
 
-    def winners(among: Sequence[Priced], factor: float) -> list[tuple[float, Priced]]:
-        there = scaled(cluster, factor)
-        own_s = step_s(chosen, there)
-        timed = [(step_s(other, there), other) for other in among]
+    def winners(among: Sequence[Rival], factor: float) -> list[tuple[float, Rival]]:
+        own_s = chosen.step_s(factor)
+        timed = [(other.step_s(factor), other) for other in among]
         return [(s, other) for s, other in timed if s * (1 + _margin(chosen, other)) < own_s]
 
     won = winners(others, furthest)
@@ -122,9 +136,9 @@ def _nearest(
     return math.exp(far), winner, least_s
 
 
-def _margin(chosen: Priced, other: Priced) -> float:
+def _margin(chosen: Rival, other: Rival) -> float:
     """By how much ``other`` must be faster for the search to leave ``chosen``, whichever is less parallel."""
-    one, strategy = chosen.evaluation.strategy, other.evaluation.strategy
+    one, strategy = chosen.strategy, other.strategy
     sharded = strategy.zero_stage and not one.zero_stage and one.data > 1
     return SHARDING_TOLERANCE if sharded else TOLERANCE
 

@@ -9,13 +9,25 @@ from dataclasses import dataclass
 
 from autoplan.cluster import under_its_own_spec
 from autoplan.cost_models.precision import product_dtype
-from autoplan.plan import Alternative, Axis, Certificate, ClusterSummary, GroupSummary, Plan, Predicted, Stage, Strategy
+from autoplan.plan import (
+    Alternative,
+    Axis,
+    Certificate,
+    ClusterSummary,
+    Crossing,
+    GroupSummary,
+    Plan,
+    Predicted,
+    Stage,
+    Strategy,
+)
 from autoplan.search.axes import axes
 from autoplan.search.constraints import asked
 from autoplan.search.engine import TOLERANCE, Engine, Found
 from autoplan.search.evaluate import Evaluation, evaluate_decision, plan_stages, predicted
 from autoplan.search.families import gib
 from autoplan.search.heterogeneous import Alone, Searched, search_groups, usable_groups
+from autoplan.search.heterogeneous_crossings import RivalAt, across_at, alone_at, crossings
 from autoplan.search.heterogeneous_engine import MixedDecision, MixedEngine, MixedFound, evaluate_layout
 from autoplan.search.problem import Problem
 from autoplan.search.shortfall import Shortfall, nearest
@@ -45,6 +57,7 @@ def plan_of_groups(
         cluster=_summary(searched.problem, ranks),
         alternatives=(*(_alternative(way, plan) for way in rows if not way.chosen), *plan.alternatives),
         certificate=_certificate(searched, plan),
+        crossings=_crossings(searched, rows, plan),
     )
     return dataclasses.replace(
         plan, case=_case(searched, chosen, plan, rows), assumptions=(*_notes(searched, plan), *plan.assumptions)
@@ -67,7 +80,8 @@ def _alone(searched: Searched, chosen: Alone, planned: Planned) -> tuple[Plan, l
         first = index % pipeline * width
         devices.append(" + ".join(clusters[g].name for g in dict.fromkeys(ranks[first : first + width])))
     stages = tuple(dataclasses.replace(s, device=d) for s, d in zip(plan.stages, devices, strict=True))
-    return dataclasses.replace(plan, stages=stages, crossings=()), ranks
+    links = tuple(crossing for crossing in plan.crossings if crossing.quantity != "memory_bytes")
+    return dataclasses.replace(plan, stages=stages, crossings=links), ranks
 
 
 def _across(searched: Searched, found: MixedFound) -> tuple[Plan, list[int]]:
@@ -119,14 +133,31 @@ def _predicted(searched: Searched, evaluation: Evaluation, chosen: MixedDecision
 
 
 def _axes(searched: Searched, evaluation: Evaluation, chosen: MixedDecision) -> tuple[Axis, ...]:
-    """Rows of the stage with the longest period; the pipeline's link is the slowest between groups."""
+    """Rows of the stage with the longest period; the pipeline's link is the slowest between groups, that of the others
+    each group's own."""
     space = searched.space
     rows = axes(space.spaces[_bottleneck(evaluation, chosen)], evaluation)
     links = [space.link(seat.before, seat.group) for seat in chosen.seats[1:] if seat.before != seat.group]
     slowest = min(links, key=lambda link: link.bytes_per_s, default=None)
     if slowest is None:
         return rows
-    return tuple(dataclasses.replace(row, link=slowest.name) if row.name == "pipeline" else row for row in rows)
+    of_groups = {seat.group: axes(space.spaces[seat.group], evaluation) for seat in chosen.seats}
+    return tuple(
+        dataclasses.replace(
+            row,
+            link=slowest.name
+            if row.name == "pipeline"
+            else _links({space.clusters[group].name: own[index].link for group, own in of_groups.items()}),
+        )
+        for index, row in enumerate(rows)
+    )
+
+
+def _links(of_groups: dict[str, str]) -> str:
+    """The links of an axis by group as :class:`autoplan.plan.Axis` has them."""
+    if len(set(of_groups.values())) == 1:
+        return next(iter(of_groups.values()))
+    return "; ".join(f"{link} on {group}" for group, link in of_groups.items())
 
 
 def _summary(problem: Problem, ranks: list[int]) -> ClusterSummary:
@@ -206,7 +237,7 @@ def _certificate(searched: Searched, plan: Plan) -> Certificate:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Way:
     """One way to use the cluster: its fastest plan in figures (the chosen plan, for the way that was ``chosen``), or by
-    how much the nearest does not fit."""
+    how much the nearest does not fit. ``at``: the same decision over links of another speed."""
 
     name: str
     chosen: bool
@@ -214,6 +245,7 @@ class Way:
     figures: Predicted | None
     short: Shortfall | None
     groups: frozenset[int]
+    at: RivalAt | None = None
 
 
 def ways(searched: Searched, chosen: Alone | MixedFound) -> tuple[Way, ...]:
@@ -241,7 +273,15 @@ def _one_kind(way: Alone, chosen: bool) -> Way | None:
     decision = found.chosen if chosen else found.fastest
     space = way.engine.space.ordered(decision.order)
     figures = predicted(space, evaluate_decision(space, decision.strategy, decision.cuts, step_s=brief_step_s))
-    return Way(name=way.name, chosen=chosen, strategy=decision.strategy, figures=figures, short=None, groups=groups)
+    return Way(
+        name=way.name,
+        chosen=chosen,
+        strategy=decision.strategy,
+        figures=figures,
+        short=None,
+        groups=groups,
+        at=alone_at(way.engine, decision),
+    )
 
 
 def _pipeline(searched: Searched, chosen: Alone | MixedFound) -> Way | None:
@@ -263,7 +303,17 @@ def _pipeline(searched: Searched, chosen: Alone | MixedFound) -> Way | None:
         figures=_predicted(searched, evaluation, decision),
         short=None,
         groups=frozenset(searched.space.groups[seat.group] for seat in decision.seats),
+        at=across_at(searched.space, decision),
     )
+
+
+def _crossings(searched: Searched, rows: tuple[Way, ...], plan: Plan) -> tuple[Crossing, ...]:
+    """None where keys were forced: what would win then is what was asked not to."""
+    chosen = next((way.at for way in rows if way.chosen), None)
+    if chosen is None or plan.forced:
+        return ()
+    others = [way.at for way in rows if not way.chosen and way.at is not None]
+    return crossings(searched.problem.cluster, chosen, others, plan.crossings)
 
 
 def _alternative(way: Way, plan: Plan) -> Alternative:

@@ -17,12 +17,15 @@ from autoplan.plan import Plan, Stage
 from autoplan.search import predict, search
 from autoplan.search.engine import TOLERANCE
 from autoplan.search.forced import read_forced
-from autoplan.search.heterogeneous_engine import decide
+from autoplan.search.heterogeneous import search_groups
+from autoplan.search.heterogeneous_crossings import across_at
+from autoplan.search.heterogeneous_engine import decide, evaluate_layout
 from autoplan.search.heterogeneous_seats import seats_of
 from autoplan.search.heterogeneous_space import MixedSpace, bound_of, open_mixed_space
 from autoplan.search.heterogeneous_split import floor_of, milp_layout, useful_arcs
 from autoplan.search.problem import Problem
 from autoplan.search.solver import available_solvers
+from autoplan.search.timing import brief_step_s
 from tests.support.layer_graphs import Dense, problem
 from tests.support.mixed import every_layout, group, mixed
 
@@ -316,3 +319,41 @@ def test_terms_and_bounds_of_a_mixed_plan_agree() -> None:
     plan = search(problem(big(), mixed([group(4, name="f"), group(4, speed=0.4, name="s")]), global_batch=64))
     assert math.isclose(sum(plan.predicted.time_terms.values()), plan.predicted.step_time_s, rel_tol=1e-9)
     assert plan.certificate.objective_s <= plan.certificate.best_s * (1 + TOLERANCE) * (1 + 1e-9)
+
+
+def test_links_so_slow_that_another_way_wins_are_named_and_the_search_agrees() -> None:
+    cluster = mixed([group(2, name="fast"), group(2, speed=0.5, name="slow")], between=1e9)
+    question = problem([Dense(flops=1e10, elements=2_000_000)] * 12, cluster, global_batch=64, heads=1)
+    plan = search(question)
+    assert {stage.device for stage in plan.stages} == {"fast", "slow"}
+    slower = [c for c in plan.crossings if c.quantity == "inter_bytes_per_s" and c.factor < 1 and c.strategy]
+    assert len(slower) == 1
+    (crossing,) = slower
+    assert crossing.value == pytest.approx(crossing.factor * cluster.inter.bytes_per_s)
+    assert crossing.strategy in [other.strategy for other in plan.alternatives]
+    there = search(dataclasses.replace(question, cluster=cluster.with_links(inter=crossing.factor * 0.95)))
+    assert there.strategy.describe() != plan.strategy.describe()  # it leaves the plan there at the latest
+
+
+def test_a_pipeline_over_kinds_is_priced_over_other_links_as_a_search_there_prices_it() -> None:
+    cluster = mixed([group(2, name="fast"), group(2, speed=0.5, name="slow")])
+    question = problem([Dense(flops=3e12, elements=20_000_000)] * 12, cluster, global_batch=64, heads=1)
+    searched = search_groups(question, solver=None, deadline=math.inf, tolerance=TOLERANCE)
+    assert searched.across is not None
+    decision = searched.across.chosen
+    rival = across_at(searched.space, decision)(lambda c, factor: c.with_links(inter=factor))
+    assert rival.step_s(1.0) == pytest.approx(decision.simulated_s, rel=1e-9)
+    there = space_of(dataclasses.replace(question, cluster=cluster.with_links(inter=0.25)))
+    again = evaluate_layout(there, decision.strategy, decision.seats, decision.cuts, step_s=brief_step_s)
+    assert rival.step_s(0.25) == pytest.approx(again.step_s, rel=1e-9) and rival.step_s(0.25) > rival.step_s(1.0)
+
+
+def test_an_axis_names_the_link_of_each_kind_that_runs_it() -> None:
+    fast, slow = group(2, name="fast"), group(2, speed=0.5, name="slow")
+    slow = dataclasses.replace(slow, intra=dataclasses.replace(slow.intra, name="PCIe"))
+    question = problem([Dense(flops=3e12, elements=20_000_000)] * 12, mixed([fast, slow]), global_batch=64, heads=1)
+    plan = search(dataclasses.replace(question, forced={"data": 2, "pipeline": 2}))
+    data = next(axis for axis in plan.axes if axis.name == "data")
+    assert (data.link_on("fast"), data.link_on("slow")) == (fast.intra.name, "PCIe")
+    assert next(axis for axis in plan.axes if axis.name == "pipeline").link == "between"
+    assert Plan.from_json(plan.to_json()) == plan  # what the axes say agrees with the cluster
