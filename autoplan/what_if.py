@@ -49,13 +49,7 @@ def question(plan: Plan, *, model: str | None = None, gpus: Gpus = None) -> Ques
     named = model or plan.model.name
     refused: AutoplanError | None = None
     another: AutoplanError | None = None
-    # How many tokens and which precision were asked for is not in the plan: as they came out, or nothing.
-    for seq, precision in (
-        (plan.model.tokens_per_sample, plan.precision),
-        (None, plan.precision),
-        (plan.model.tokens_per_sample, None),
-        (None, None),
-    ):
+    for seq, precision in _as_asked(plan):
         try:
             traced = AskedModel(named, None, None, plan.global_batch, seq, precision).trace(cluster)
         except AutoplanError as error:
@@ -70,6 +64,19 @@ def question(plan: Plan, *, model: str | None = None, gpus: Gpus = None) -> Ques
             attempt="name the model of the plan with --model",
         )
     raise another or refused or PlanFileError("the plan names no model")
+
+
+def _as_asked(plan: Plan) -> list[tuple[int | None, str | None]]:
+    """(tokens, precision) as they may have been asked for, which is not in the plan: as they came out, or nothing; what
+    it says were assumed first, since a trace of a wrong guess costs as much as the right one."""
+    said = [text for text in plan.assumptions if text.endswith("(none was given)")]
+    tokens: list[int | None] = [plan.model.tokens_per_sample, None]
+    precisions: list[str | None] = [plan.precision, None]
+    if any(text.startswith("sequence length") for text in said):
+        tokens.reverse()
+    if any(text.startswith("precision") for text in said):
+        precisions.reverse()
+    return [(seq, precision) for precision in precisions for seq in tokens]
 
 
 def _named(error: AutoplanError, model: str | None) -> AutoplanError:
@@ -112,7 +119,7 @@ def _answers(plan: Plan, asked: Question) -> Iterator[OtherAnswer]:
     memory = cluster.device.memory_bytes
 
     def with_memory(value: float) -> Problem:  # what tensor parallelism costs does not hang on memory
-        return dataclasses.replace(asked.problem, cluster=cluster.with_memory(value / memory))
+        return dataclasses.replace(asked.problem, cluster=cluster.with_more_memory(value - memory))
 
     def with_links(intra: float, inter: float) -> Problem:
         wish = Wish(plan.forced, plan.optimizer, compiled=plan.compiled)
@@ -133,17 +140,33 @@ def _answers(plan: Plan, asked: Question) -> Iterator[OtherAnswer]:
         ways.append((quantity, f"faster {name}", [float(f) for f in _LINKS], problem_at))
         ways.append((quantity, f"slower {name}", [1.0 / f for f in _LINKS], problem_at))
     for number, (quantity, what, values, problem_at) in enumerate(ways):
-        progress.at(number / len(ways), f"searching with {what}")
-        value, answer = _first_change(plan, values, problem_at)
+        said = _Progress(number, len(ways), f"searching with {what}", len(values))
+        value, answer = _first_change(plan, values, problem_at, said)
         changed = _decision(answer) != _decision(plan)
         if quantity == "memory_bytes" and changed:
             value, answer = _nearest(plan, memory, value, answer, with_memory)
         yield _told(cluster, quantity, value, answer, changed=changed)
 
 
-def _first_change(plan: Plan, values: list[float], problem_at: Callable[[float], Problem]) -> tuple[float, Answer]:
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Progress:
+    """The share that is done before the ``step``-th search of ``steps`` of the ``number``-th way of ``ways``."""
+
+    number: int
+    ways: int
+    what: str
+    steps: int
+
+    def at(self, step: int) -> None:
+        progress.at((self.number + step / (self.steps + 1)) / self.ways, self.what)
+
+
+def _first_change(
+    plan: Plan, values: list[float], problem_at: Callable[[float], Problem], said: _Progress
+) -> tuple[float, Answer]:
     """The first of ``values`` at which the decision is another, or the last, and its answer."""
-    for value in values:
+    for step, value in enumerate(values):
+        said.at(step)
         answer = _search(problem_at(value))
         if _decision(answer) != _decision(plan):
             return value, answer
@@ -193,8 +216,13 @@ def _told(cluster: Cluster, quantity: str, value: float, answer: Answer, *, chan
         where = "between nodes" if quantity == "inter_bytes_per_s" else "inside a node"
         times = f"{value:g} times" if value > 1 else f"1/{1 / value:g} of"
         way = "" if changed else "up to " if value > 1 else "down to "
+        if cluster.groups:  # which have links of their own
+            fast = f"{value:g} times" if value > 1 else f"1/{1 / value:g}"
+            where += " and between kinds" if quantity == "inter_bytes_per_s" else ""
+            condition = f"links {where} {way}{fast} as fast"
         value = value * link.bytes_per_s
-        condition = f"{way}{value / 1e9:g} GB/s a GPU {where} ({times} what it is)"
+        if not cluster.groups:
+            condition = f"{way}{value / 1e9:g} GB/s a GPU {where} ({times} what it is)"
     return OtherAnswer(
         condition=condition,
         quantity=quantity,

@@ -302,3 +302,10 @@ def test_a_link_with_a_bandwidth_of_its_own_is_not_called_what_it_is_not(tmp_pat
     assert old.inter.bytes_per_s == pytest.approx(100e9 / 8 / 2)
     assert cluster.link_between(0, 1).name == "10 GB/s a GPU (your figures)"
     assert new.spec == f"H100-80GB-SXM of {cluster.spec}"  # what messages about a group call it
+
+
+def test_more_memory_is_as_many_bytes_more_on_every_gpu_whatever_its_kind() -> None:
+    here = Cluster.parse("8xH100+8xA100-40GB")
+    there = here.with_more_memory(2.0**30)
+    for before, after in zip((here, *here.groups), (there, *there.groups), strict=True):
+        assert after.device.memory_bytes == before.device.memory_bytes + 2.0**30

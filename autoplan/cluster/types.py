@@ -112,6 +112,15 @@ class Cluster:
             groups=tuple(group.with_memory(times) for group in self.groups),
         )
 
+    def with_more_memory(self, more_bytes: float) -> Cluster:
+        """The same machines with so many bytes more (below 0: less) on every GPU."""
+        memory = self.device.memory_bytes + more_bytes
+        return dataclasses.replace(
+            self,
+            device=dataclasses.replace(self.device, memory_bytes=memory),
+            groups=tuple(group.with_more_memory(more_bytes) for group in self.groups),
+        )
+
     @classmethod
     def parse(cls, spec: str | int | Path | Cluster) -> Cluster:
         """A cluster from SPEC (see the package); raises :class:`ClusterError` naming what is wrong."""
