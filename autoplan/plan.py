@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 from autoplan.errors import PlanFileError
-from autoplan.plan_file import DIGEST_SINCE, REVISION, NoRevisionError, digest_of, dump, migrate
+from autoplan.plan_file import DIGEST_SINCE, REVISION, NoRevisionError, digest_of, dump, migrate, too_new
 from autoplan.whole_file import write_whole
 
 if TYPE_CHECKING:  # at run time only where a file is read: a third of what `autoplan --help` would import
@@ -276,7 +276,9 @@ class Crossing:
 class ModelSummary:
     """The model a plan was made for. ``fingerprint`` is a hash of its graph: operators, shapes, dtypes, edges.
 
-    ``edges``: (from, to) of layers that hand a value on; () where each hands to the next alone, or nothing is known.
+    ``layer_kinds``: of layers that are alike one hash, and which they are, such as "1-32" or "0, 33"; {} in older
+    files. ``edges``: (from, to) of layers that hand a value on; () where each hands to the next alone, or nothing is
+    known.
     """
 
     __pydantic_config__: ClassVar[ConfigDict] = _STRICT
@@ -288,6 +290,7 @@ class ModelSummary:
     dtype: str
     layers: tuple[str, ...]
     fingerprint: str
+    layer_kinds: dict[str, str] = field(default_factory=dict)
     edges: tuple[tuple[int, int], ...] = ()
 
 
@@ -350,6 +353,7 @@ class Plan:
     ``compiled``: stages run under torch.compile, and are priced so (False in older files).
     ``crossings``: at which speed of links a plan that lost would win, of what was found on the way (() in older files,
     and where keys were forced). ``other_answers``: what the decision would be on other machines, where that was asked.
+    ``first_revision``: of the file as it was first written; :attr:`unchecked` says what that leaves open.
     ``digest``: of all the rest, written with it, so that a file which was edited is known by it ("" in older files).
     """
 
@@ -357,6 +361,7 @@ class Plan:
 
     schema: int = SCHEMA_VERSION
     revision: int = REVISION
+    first_revision: int = REVISION
     feasible: bool = True
     gpus: int
     gpus_used: int
@@ -379,6 +384,16 @@ class Plan:
     other_answers: tuple[OtherAnswer, ...] = ()
     digest: str = field(default="", compare=False)
     seconds: dict[str, float] = field(default_factory=dict, compare=False)
+
+    @property
+    def unchecked(self) -> str:
+        """What cannot be known of a plan whose file is an older one; "" where all of it was checked on reading."""
+        if self.first_revision >= DIGEST_SINCE:
+            return ""
+        return (
+            f"it was written as revision {self.first_revision}, before plan files had a digest; its parts agree where "
+            "that can be known, and an edit of the rest goes unnoticed"
+        )
 
     def to_dict(self, *, with_seconds: bool = False) -> dict[str, Any]:
         """The plan as JSON-ready data, keys in the order of the fields, with its digest."""
@@ -494,9 +509,9 @@ def _read(written: dict[str, Any], data: dict[str, Any]) -> Plan | tuple[str, st
         first = error.errors()[0]
         return ".".join(str(part) for part in first["loc"]) or "plan", first["msg"]
     revision = written.get("revision", 1)
-    if plan.digest and revision < DIGEST_SINCE:
-        return "revision", f"{revision}, but files have a digest since revision {DIGEST_SINCE}"
-    problem = first_problem(plan, revision=revision)
+    if newer := too_new(written):
+        return "revision", f"{revision}, but files have a `{newer[0]}` since revision {newer[1]}"
+    problem = first_problem(plan)
     if problem is None and revision == REVISION:
         problem = next(missing(written, plan.to_dict()), None)
     if problem is None and (plan.digest or revision >= DIGEST_SINCE) and plan.digest != digest_of(written):

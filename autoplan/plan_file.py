@@ -5,7 +5,8 @@ stage's layers and how many of them are recomputed are one line.
 
 ``schema`` counts what readers must know of, ``revision`` what was added since to the fields. A file of an older
 revision is brought to the newest by the steps of :data:`STEPS`, one revision each; one of a newer revision is refused,
-because a field that is not known here may be what it is about.
+because a field that is not known here may be what it is about. ``first_revision`` is that of the file as it was first
+written, and stays when it is brought up and saved: what older files do not hold was never checked.
 
 The last line is a digest of all others: a slip of the editor, a merge of two plans, or a figure that was mended by hand
 and now is nobody's, is seen on reading. It is no signature: who means to write a plan of their own can compute it.
@@ -20,8 +21,14 @@ from typing import Any
 
 from autoplan.schedules import sends_a_micro_batch
 
-REVISION = 5
+REVISION = 6
 DIGEST_SINCE = 5
+FIRST_SINCE = 6
+# Fields that came with a revision, by their paths: in a file of an older one they are of nobody.
+_CAME_WITH = {
+    5: (("digest",), ("cluster", "peak_flops"), ("cluster", "groups", "peak_flops")),
+    6: (("first_revision",), ("model", "layer_kinds")),
+}
 # Of an object: the keys that share its first line; lists that are one line.
 _FIRST_LINE = ("first_layer", "last_layer", "recompute")
 _ONE_LINE = ("layer_recompute",)
@@ -87,8 +94,9 @@ def migrate(data: Data) -> Data:
     """``data`` of a file of any revision up to the newest as that of the newest.
 
     What an older file does not say is derived where that is exact, else left to the fields' defaults; a file that
-    is malformed stays so, for the reader to name the field. Raises ``ValueError`` for a revision that is not known,
-    :class:`NoRevisionError` for what is none at all.
+    is malformed stays so, for the reader to name the field. ``first_revision`` says what it was, also where it is
+    written again. Raises ``ValueError`` for a revision that is not known, :class:`NoRevisionError` for what is none at
+    all.
     """
     revision = data.get("revision", 1)
     if isinstance(revision, bool) or not isinstance(revision, int) or revision < 1:
@@ -97,7 +105,35 @@ def migrate(data: Data) -> Data:
         raise ValueError(f"its revision is {revision!r}")
     for step in range(revision, REVISION):
         data = {**STEPS[step](data), "revision": step + 1}
-    return data
+    return {**data, "first_revision": _first(data, revision)} if revision < FIRST_SINCE else data
+
+
+def _first(data: Data, revision: int) -> int:
+    """The revision of the file as it was first written. Those of revision 5 that were older before lack the peak."""
+    cluster = data.get("cluster")
+    if revision < DIGEST_SINCE or not isinstance(cluster, dict):
+        return revision
+    groups = cluster.get("groups")
+    said = [cluster, *(group for group in (groups if isinstance(groups, list) else ()) if isinstance(group, dict))]
+    return revision if any(part.get("peak_flops") for part in said) else DIGEST_SINCE - 1
+
+
+def too_new(data: Data) -> tuple[str, int] | None:
+    """A field that files of the revision of ``data`` did not have, and the revision that it came with."""
+    revision = data.get("revision", 1)
+    for since, paths in _CAME_WITH.items():
+        for path in paths if since > revision else ():
+            if _has(data, path):
+                return ".".join(path), since
+    return None
+
+
+def _has(value: Any, path: tuple[str, ...]) -> bool:
+    if isinstance(value, list):
+        return any(_has(part, path) for part in value)
+    if not isinstance(value, dict) or path[0] not in value:
+        return False
+    return len(path) == 1 or _has(value[path[0]], path[1:])
 
 
 def _from_first(data: Data) -> Data:
@@ -146,5 +182,17 @@ def _from_fourth(data: Data) -> Data:
     }
 
 
+def _from_fifth(data: Data) -> Data:
+    """Files before revision 6 did not say which layers are of one kind, which nothing else in them tells, nor of which
+    revision they were first."""
+    return data
+
+
 # A step for each revision but the newest: from it to the next.
-STEPS: dict[int, Callable[[Data], Data]] = {1: _from_first, 2: _from_second, 3: _from_third, 4: _from_fourth}
+STEPS: dict[int, Callable[[Data], Data]] = {
+    1: _from_first,
+    2: _from_second,
+    3: _from_third,
+    4: _from_fourth,
+    5: _from_fifth,
+}

@@ -44,7 +44,11 @@ follow from others, and are compared when a file is read; the last line, `digest
 that a slip of an editor or a merge of two plans is seen where nothing contradicts it. It is no signature,
 and no edit by hand is meant to pass: a plan with one figure changed is nobody's. To have another plan,
 plan again with `--strategy KEY=VALUE`, which gives the figures that go with it. Files from before
-revision 5 have no digest, and are checked by what they hold.
+revision 5 have no digest: they are checked by what they hold, and every command that reads one says on
+stderr that an edit of the rest would go unnoticed, and in `--json` as `unchecked` (a plan itself has
+`first_revision`, which stays when it is saved again). Of layers that are alike the file has one hash, so
+that the first layer in which another model differs is named. Where a command takes `PLAN.json`, `-` is
+standard input: `ssh login cat plan.json | autoplan explain -`.
 """
 VERIFY = """First the whole plan is checked without running anything, for any number of GPUs: the placement of every
 value in every rank's graph, the stages against the model's operators, that every message meets its

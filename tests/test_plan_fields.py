@@ -30,11 +30,13 @@ UNSAID = {
     "case": "words: a reason; of it only what was forced is compared",
     "model.name": "what the user calls the model; another model is known by its fingerprint, when there is one",
     "model.layers.*": "another name is as good, if each is there once; the model's own are compared when it is there",
+    "model.layer_kinds.*": "hashes of layers' graphs, which are not in the file; compared when the model is there",
+    "model.layer_kinds": "as each of them: none is as good",
+    "first_revision": "how old the plan is, is told to who reads it; what older files lack is then not asked",
     "model.trainable_parameters": "of experts: a rank has some of them, and how many of its parameters are is not said",
     "model.fingerprint": "of the graph, which is not in the file; compared when the model is there",
     "cluster.fingerprint": "of links and speeds as data sheets said them when the plan was made: they are corrected",
     "cluster.spec": "a cluster file's name, or the user's; what a data sheet names is compared with it",
-    "cluster.peak_flops": "0 is an older file's, which did not say it",
     "cluster.device": "of a cluster file, or the user's: a name",
     "cluster.groups.*.memory_bytes": "as the cluster's",
     "cluster.memory_bytes": "of a cluster file's GPU, which is not in the plan; the stages must fit",
@@ -110,7 +112,8 @@ LEGAL: dict[str, tuple[Any, ...]] = {
     "dtype": ("bf16", "fp32", "fp16"),
     "status": ("optimal", "feasible"),
     "zero_stage": (0, 1, 2, 3),
-    "revision": (1, 4),
+    "revision": (1, 5),
+    "first_revision": (1, 4, 5),
 }
 # A byte of gigabytes is rounding to a sum of floats; a second of what is no bytes is not.
 ROUNDING, SECONDS = 1e-6, 1e3
@@ -172,7 +175,8 @@ def changes(text: str) -> Iterator[tuple[Path, str, dict[str, Any]]]:
 
 
 def pattern(path: Path) -> str:
-    return ".".join("*" if isinstance(key, int) else key for key in path)
+    named = ["*" if isinstance(key, int) else key for key in path]
+    return ".".join("*" if above == "layer_kinds" else key for above, key in zip(["", *named], named, strict=False))
 
 
 def accepted(kind: str) -> Iterator[tuple[Path, str]]:
@@ -234,7 +238,7 @@ def test_a_file_without_its_digest_is_refused() -> None:
 
 def test_an_older_file_is_none_with_a_digest() -> None:
     data = json.loads(file_of("data")) | {"revision": 4}
-    with pytest.raises(PlanFileError, match="`revision`: 4, but files have a digest since revision 5"):
+    with pytest.raises(PlanFileError, match="`revision`: 4, but files have a `digest` since revision 5"):
         Plan.from_json(sealed(data))
 
 

@@ -7,6 +7,7 @@ import dataclasses
 import json
 from difflib import unified_diff
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -137,7 +138,8 @@ def model(**changes: object) -> LayerGraph:
 def test_what_differs_from_the_plans_model_is_said() -> None:
     plan = planned()
     assert other_model(plan, dataclasses.replace(model(), fingerprint=plan.model.fingerprint)) == ""
-    assert other_model(plan, model()) == "operators or shapes of the same layers"
+    undigested = model(layer_digests=())
+    assert other_model(plan, undigested) == "operators or shapes of the same layers"
     assert "tokens per sample" in other_model(plan, model(tokens_per_sample=77))
     fewer = other_model(plan, graph([Dense(elements=10_000_000)] * 4))
     assert "parameters 160,000,000 there and 40,000,000 here" in fewer and "layers 8 there and 4 here" in fewer
@@ -322,3 +324,99 @@ def test_files_before_revision_5_counted_too_few_messages_between_two_ranks_of_s
     assert [axis["times_per_step"] for axis in plan_file.migrate(old)["axes"]] == [48, 32]
     wider = old | {"strategy": strategy | {"pipeline": 4}}
     assert plan_file.migrate(wider)["axes"] == axes
+
+
+# ------------------------------------------------------------------------------------------------------ older files
+
+
+def older(revision: int = 4) -> dict[str, Any]:
+    """A plan's data as files of ``revision`` had them."""
+    data: dict[str, Any] = json.loads(of_revision(planned_on("2x4xH100").to_dict(), revision))
+    return data
+
+
+def forged(path: tuple[Any, ...], value: object) -> str:
+    data = older()
+    place: Any = data
+    for key in path[:-1]:
+        place = place[key]
+    place[path[-1]] = value
+    return json.dumps(data)
+
+
+@pytest.mark.parametrize("revision", [3, 4])
+def test_an_older_file_is_said_to_be_less_checked_and_stays_so(revision: int, tmp_path: Path) -> None:
+    plan = Plan.from_json(json.dumps(older(revision)))
+    assert plan.first_revision == revision and f"written as revision {revision}" in plan.unchecked
+    again = Plan.load(plan.save(tmp_path / "plan.json"))
+    assert again.revision == plan_file.REVISION and again.unchecked == plan.unchecked
+    assert planned().unchecked == ""
+
+
+def test_a_file_of_revision_5_that_was_an_older_one_is_known_by_what_it_lacks() -> None:
+    data = json.loads(OLD[4].read_text())
+    assert Plan.from_json(json.dumps(data)).first_revision == 5
+    data["cluster"]["peak_flops"] = 0.0
+    assert Plan.from_json(sealed(data)).first_revision == 4
+
+
+@pytest.mark.parametrize(
+    ("path", "since"),
+    [(("digest",), 5), (("cluster", "peak_flops"), 5), (("first_revision",), 6), (("model", "layer_kinds"), 6)],
+)
+def test_an_older_file_has_no_fields_of_newer_ones(path: tuple[str, ...], since: int) -> None:
+    """A file of today that calls itself older, to be checked less, is none."""
+    data = json.loads(forged(path, {"digest": "", "layer_kinds": {}}.get(path[-1], 6)))
+    with pytest.raises(
+        PlanFileError, match=f"`revision`: 4, but files have a `{'.'.join(path)}` since revision {since}"
+    ):
+        Plan.from_json(json.dumps(data))
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "said"),
+    [
+        (("axes", 0, "link"), "carrier pigeon", "axes.0.link"),
+        (("axes", 0, "times_per_step"), 7777, "axes.0.times_per_step"),
+        (("axes", 0, "exposed_s"), 0.0, "axes.0.exposed_s"),
+        (("alternatives", 0, "why_not"), "it was not fancied", "alternatives.0.why_not"),
+        (("alternatives", 0, "why_not"), "900.0% slower: lazy", "alternatives.0.step_time_s"),
+        (("predicted", "bubble_fraction"), 0.9, "predicted.bubble_fraction"),
+        (("certificate", "gap"), 0.5, "certificate.gap"),
+        (("forced",), {"tensor": 8}, "forced.tensor"),
+    ],
+)
+def test_what_an_older_file_says_is_checked_too(path: tuple[Any, ...], value: object, said: str) -> None:
+    with pytest.raises(PlanFileError, match=f"field `{said}`: "):
+        Plan.from_json(forged(path, value))
+
+
+def test_the_layer_that_differs_is_named() -> None:
+    """By hashes of what each kind of layer computes, one a kind."""
+    layers = [Dense(elements=20_000_000)] * 8
+    plan = search(problem(layers, cluster(4), forced={"pipeline": 2}))
+    assert list(plan.model.layer_kinds.values()) == ["0-7"]
+    wider = [*layers[:5], Dense(elements=20_000_000, flops=2e12), *layers[6:7], Dense(flops=3e12)]
+    said = other_model(plan, dataclasses.replace(graph(wider), fingerprint="another"))
+    assert said.endswith("operators, shapes or dtypes of layer 5, layers.5 (and 1 more)")
+    alike = dataclasses.replace(graph(layers), fingerprint="another")
+    assert other_model(plan, alike) == "the layers are alike, and hand other values on"
+    mixed = search(problem([Dense(), *layers, Dense()], cluster(4), forced={"pipeline": 2}))
+    assert list(mixed.model.layer_kinds.values()) == ["0, 9", "1-8"]
+
+
+@pytest.mark.parametrize(
+    ("kinds", "field"),
+    [
+        ({"mine": "0-7"}, "model.layer_kinds.mine"),
+        ({"0" * 12: "0-6"}, "model.layer_kinds"),
+        ({"0" * 12: "0-7, 7"}, "model.layer_kinds"),
+        ({"0" * 12: "0-9999999"}, "model.layer_kinds"),
+        ({"0" * 12: "all"}, "model.layer_kinds"),
+    ],
+)
+def test_kinds_that_are_not_of_each_layer_once_are_refused(kinds: dict[str, str], field: str) -> None:
+    data = planned().to_dict()
+    data["model"]["layer_kinds"] = kinds
+    with pytest.raises(PlanFileError, match=f"field `{field}`: "):
+        Plan.from_json(sealed(data))

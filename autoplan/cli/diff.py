@@ -7,10 +7,9 @@ from typing import Annotated
 
 import typer
 
-from autoplan.cli import console, options
-from autoplan.plan import Plan
+from autoplan.cli import console, options, plans
 
-Before = Annotated[Path, typer.Argument(metavar="A.json", help="A plan file.")]
+Before = Annotated[Path, typer.Argument(metavar="A.json", help="A plan file; - is stdin.")]
 After = Annotated[Path, typer.Argument(metavar="B.json", help="Another.")]
 
 
@@ -21,8 +20,11 @@ def diff(before: Before, after: After, json: options.Json = False) -> None:
     """
     from autoplan.report import difference
 
-    one, two = Plan.load(before), Plan.load(after)
+    one, two = plans.load_two(before, after)
     if json:
-        console.result_json(difference.difference(one, two).to_dict())
+        unchecked = {
+            plans.named(path): plan.unchecked for path, plan in ((before, one), (after, two)) if plan.unchecked
+        }
+        console.result_json(difference.difference(one, two).to_dict() | {"unchecked": unchecked})
     else:
-        typer.echo(difference.as_text(one, two, (before.name, after.name)).rstrip("\n"))
+        typer.echo(difference.as_text(one, two, (plans.short(before), plans.short(after))).rstrip("\n"))

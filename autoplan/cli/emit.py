@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from autoplan.cli import console, options
+from autoplan.cli import console, options, plans
 from autoplan.cli.output import check_folder
 
 
@@ -24,17 +24,16 @@ def emit(
 
     Example: autoplan emit llama3-8b plan.json -o llama3-8b-program
     """
-    import autoplan
     from autoplan.export import emit_model
     from autoplan.export.targets.types import nodes_and_each
 
     check_folder(output, what="program", json=json, printed=False)
-    wanted = autoplan.Plan.load(plan)
+    wanted = plans.load(plan)
     with console.progress(f"Writing {model} under {wanted.strategy.describe()}"):
         folder = emit_model(model, wanted, output)
     files = sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file())
     if json:
-        console.result_json({"schema": 1, "directory": str(folder), "files": files})
+        console.result_json({"schema": 1, "directory": str(folder), "files": files, "unchecked": wanted.unchecked})
         return
     lines = sum(len(path.read_text(encoding="utf-8").splitlines()) for path in folder.glob("*.py"))
     typer.echo(f"wrote {folder}: {lines} lines of Python")

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from autoplan.cli import completions, console, options
+from autoplan.cli import completions, console, options, plans
 from autoplan.cli.output import check_file, is_stdout, write
 from autoplan.errors import AutoplanError
 from autoplan.plan import Plan
@@ -71,7 +71,7 @@ def explain(
     Example: autoplan explain plan.json --what-if -o plan.json
     Example: autoplan explain plan.json --layer layers.7
     """
-    plan = Plan.load(path)
+    plan = plans.load(path)
     if sum((operators, layer is not None, what_if)) > 1:
         raise AutoplanError("--operators, --layer and --what-if are three questions", attempt="one at a time")
     if output is not None and not what_if:
@@ -122,14 +122,15 @@ def _deeper(plan: Plan, layer: str | None, model: str | None, gpus: str | None, 
     if layer is None:
         rows = told.operators(plan, asked.traced.layers, kinds, devices)
         if json:
-            console.result_json({"schema": 1, "operators": [_row(row) for row in rows]})
+            console.result_json({"schema": 1, "operators": [_row(row) for row in rows], "unchecked": plan.unchecked})
         else:
             typer.echo(told.operators_text(plan, rows).rstrip("\n"))
         return
     found = told.one_layer(plan, asked.traced.layers, kinds, devices, layer)
     if json:
         about = {name: value for name, value in dataclasses.asdict(found).items() if name != "rows"}
-        console.result_json({"schema": 1, **about, "operators": [_row(row) for row in found.rows]})
+        of_layer = [_row(row) for row in found.rows]
+        console.result_json({"schema": 1, **about, "operators": of_layer, "unchecked": plan.unchecked})
     else:
         typer.echo(told.layer_text(plan, found).rstrip("\n"))
 

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from autoplan.cli import completions, console, options
+from autoplan.cli import completions, console, options, plans
 from autoplan.cli.output import check_folder, is_stdout
 
 
@@ -32,14 +32,14 @@ def export(
 
     Example: autoplan export plan.json --to megatron -o megatron
     """
-    import autoplan
     from autoplan.export.targets import target_named
     from autoplan.export.write import write_files
 
     target = target_named(to)
     check_folder(output, what="files", json=json, printed=True)
     folder = None if is_stdout(output) else output
-    exported = target.export(autoplan.Plan.load(plan))
+    wanted = plans.load(plan)
+    exported = target.export(wanted)
     if folder is not None:
         write_files(exported.files, folder)
     if json:
@@ -48,6 +48,7 @@ def export(
             "files": exported.files,
             "launch": exported.launch,
             "lost": list(exported.lost),
+            "unchecked": wanted.unchecked,
         }
         console.result_json({"schema": 1, **answer})
         return

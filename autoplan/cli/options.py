@@ -82,7 +82,9 @@ Json = Annotated[bool, typer.Option("--json", help="Print one JSON object instea
 Output = Annotated[
     Path | None, typer.Option("-o", "--output", metavar="FILE", help="Write the plan to FILE; - is stdout.")
 ]
-PlanFile = Annotated[Path, typer.Argument(metavar="PLAN.json", help="A file that `autoplan plan -o` wrote.")]
+PlanFile = Annotated[
+    Path, typer.Argument(metavar="PLAN.json", help="A file that `autoplan plan -o` wrote; - is stdin.")
+]
 
 _WHOLE = (
     "data",

@@ -7,8 +7,7 @@ from typing import Annotated
 
 import typer
 
-from autoplan.cli import console, options, output
-from autoplan.plan import Plan
+from autoplan.cli import console, options, output, plans
 
 Target = Annotated[Path, typer.Option("-o", "--output", metavar="FILE.html", help="Where to write it; - is stdout.")]
 
@@ -21,10 +20,13 @@ def report(path: options.PlanFile, target: Target = Path("plan.html"), json: opt
     from autoplan.report.page import page
 
     output.check_file(target, what="page", name="plan.html", json=json)
-    with console.progress(f"Drawing {path}"):
-        text = page(Plan.load(path))
+    plan = plans.load(path)
+    with console.progress(f"Drawing {plans.named(path)}"):
+        text = page(plan)
     output.write(target, text, what="page")
     if json:
-        console.result_json({"schema": 1, "file": str(target), "bytes": len(text.encode())})
+        console.result_json(
+            {"schema": 1, "file": str(target), "bytes": len(text.encode()), "unchecked": plan.unchecked}
+        )
     elif not output.is_stdout(target):
         console.note(f"wrote {target}: open it in a browser")

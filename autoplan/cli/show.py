@@ -7,9 +7,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from autoplan.cli import console, options
+from autoplan.cli import console, options, plans
 from autoplan.cli.summary import summary
-from autoplan.plan import Plan
 
 if TYPE_CHECKING:
     from autoplan.report.step import Step
@@ -22,7 +21,7 @@ def show(path: options.PlanFile, timeline: Timeline = False, json: options.Json 
 
     Example: autoplan show plan.json --timeline
     """
-    plan = Plan.load(path)
+    plan = plans.load(path)
     if timeline:
         from autoplan.report import step, terminal
 

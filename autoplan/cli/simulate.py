@@ -9,9 +9,8 @@ from typing import Annotated
 
 import typer
 
-from autoplan.cli import console, options, output
+from autoplan.cli import console, options, output, plans
 from autoplan.explain.text import percent, seconds
-from autoplan.plan import Plan
 
 Target = Annotated[
     Path | None, typer.Option("-o", "--output", metavar="TRACE.json", help="Where to write it; - is stdout.")
@@ -27,7 +26,7 @@ def simulate(path: options.PlanFile, target: Target = None, whole: Whole = False
     from autoplan.report import step, trace
 
     output.check_file(target, what="trace", name="trace.json", json=json)
-    plan = Plan.load(path)
+    plan = plans.load(path)
     with console.progress(f"Simulating a step of {plan.strategy.describe()}"):
         simulated = step.simulate(plan)
         made = trace.trace(simulated, most_actions=sys.maxsize if whole else trace.MOST_ACTIONS)
@@ -37,7 +36,8 @@ def simulate(path: options.PlanFile, target: Target = None, whole: Whole = False
         output.write(target, written, what="trace")
     if json:
         idle = [simulated.idle_share(stage) for stage in range(len(simulated.lanes))]
-        console.result_json({"schema": 1, **facts, "idle_share_of_stages": idle, "file": target and str(target)})
+        about = {"file": target and str(target), "unchecked": plan.unchecked}
+        console.result_json({"schema": 1, **facts, "idle_share_of_stages": idle, **about})
     elif target is None:
         console.result(f"{seconds(facts['end_s'])} a step, {facts['actions']:,} actions; add -o trace.json for a trace")
     elif not output.is_stdout(target):

@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from autoplan.cli import console, options
+from autoplan.cli import console, options, plans
 
 
 def verify(
@@ -28,11 +28,11 @@ def verify(
     import autoplan
     from autoplan.verification.text import report_text
 
-    wanted = autoplan.Plan.load(plan)
+    wanted = plans.load(plan)
     with console.progress(f"Verifying {model} under {wanted.strategy.describe()}"):
         report = autoplan.verify(model, wanted, static=static, ranks=ranks)
     if json:
-        console.result_json(report.to_dict())
+        console.result_json(report.to_dict() | {"unchecked": wanted.unchecked})
     else:
         typer.echo(report_text(report))
     raise typer.Exit(report.exit_code)

@@ -12,9 +12,9 @@ is refused on reading, by the field that disagrees and what the others say of it
 
 The digest alone would refuse every edit, but say of none what is wrong with it, and a file whose digest was made anew
 would pass; the checks alone leave what nothing in the file speaks of. What older files do not hold, or follows from
-figures that later versions of autoplan may correct (bytes of a precision), is asked of plans of the newest revision
-alone: an older one was right when it was made. It is known by the peak of its GPUs, which it lacks; so is one that was
-read and saved again.
+figures that later versions of autoplan may correct (bytes of a precision), is asked of plans that were first written
+with a digest alone: an older one was right when it was made. Such plans are known by their ``first_revision``, and
+whoever reads one is told (:attr:`Plan.unchecked`).
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ from autoplan.consistency.comparison import not_its_cluster, other_cluster, othe
 from autoplan.consistency.fields import missing, numbers, texts
 from autoplan.consistency.forced import forced
 from autoplan.consistency.layers import layers
-from autoplan.consistency.machines import machines, peaks, peaks_known
+from autoplan.consistency.machines import machines, peaks
 from autoplan.consistency.memory import memory, states
 from autoplan.consistency.problems import Problem
 from autoplan.consistency.proof import proof
 from autoplan.consistency.reasons import reasons
 from autoplan.consistency.strategies import strategies
 from autoplan.consistency.times import figures, step
-from autoplan.plan_file import REVISION
+from autoplan.plan_file import DIGEST_SINCE
 
 if TYPE_CHECKING:
     from autoplan.plan import Plan
@@ -53,17 +53,19 @@ Check = Callable[["Plan"], Iterator[Problem]]
 
 # Each may take for granted what those before it have asked.
 _ALWAYS: tuple[Check, ...] = (texts, numbers, strategies, machines, layers, memory, figures, axes)
-# Of files of this revision: of what older ones lack, or what was priced otherwise then.
-_NEWEST: tuple[Check, ...] = (forced, states, step, transfers, proof, reasons, peaks)
+# The rest by the revision of a plan's first file: older ones lack what they ask, or it was priced otherwise then.
+_SINCE: tuple[tuple[int, Check], ...] = (
+    (2, forced),
+    (DIGEST_SINCE, states),
+    (3, step),
+    (2, transfers),
+    (2, proof),
+    (2, reasons),
+    (DIGEST_SINCE, peaks),
+)
 
 
-def first_problem(plan: Plan, *, revision: int = REVISION) -> Problem | None:
-    """The first field that disagrees with the others, and how; None for a plan that is whole. ``revision``: that of the
-    file, before it was brought to the newest."""
-    for check in _ALWAYS:
-        for problem in check(plan):
-            return problem
-    for check in _NEWEST if revision == REVISION and peaks_known(plan) else ():
-        for problem in check(plan):
-            return problem
-    return None
+def first_problem(plan: Plan) -> Problem | None:
+    """The first field that disagrees with the others, and how; None for a plan that is whole."""
+    checks = (*_ALWAYS, *(check for since, check in _SINCE if plan.first_revision >= since))
+    return next((problem for check in checks for problem in check(plan)), None)

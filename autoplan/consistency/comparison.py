@@ -6,13 +6,14 @@ import contextlib
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
+from autoplan.consistency.layers import members
 from autoplan.consistency.problems import close
 from autoplan.errors import AutoplanError, PlanFileError
 
 if TYPE_CHECKING:
     from autoplan.cluster import Cluster
     from autoplan.layers import LayerGraph
-    from autoplan.plan import ClusterSummary, Plan
+    from autoplan.plan import ClusterSummary, ModelSummary, Plan
 
 # Bytes of a GPU's memory, which older versions of a data sheet may round otherwise.
 _MEMORY = 1e-6
@@ -31,7 +32,23 @@ def other_model(plan: Plan, layers: LayerGraph) -> str:
     if len(made_for.layers) == len(names):
         moved = [(one, other) for one, other in zip(made_for.layers, names, strict=True) if one != other]
         unlike += [f"layer {one} there and {other} here" for one, other in moved[:1]]
+    unlike += _unlike_layers(made_for, layers)
     return "; ".join(unlike) or "operators or shapes of the same layers"
+
+
+def _unlike_layers(made_for: ModelSummary, layers: LayerGraph) -> list[str]:
+    """The first layer that is of another kind, where the file says kinds, and how many others are."""
+    names = made_for.layers
+    there = {names[layer]: digest for digest, spans in made_for.layer_kinds.items() for layer in members(spans)}
+    here = [(layer.name, digest) for layer, digest in zip(layers.layers, layers.layer_digests, strict=False)]
+    if not there or not here:
+        return []
+    # By name: a plan may list layers that branch in another order.
+    unlike = [index for index, (name, digest) in enumerate(here) if there.get(name, digest) != digest]
+    if not unlike:
+        return ["the layers are alike, and hand other values on"] if {*there} == {name for name, _ in here} else []
+    more = f" (and {len(unlike) - 1} more)" if len(unlike) > 1 else ""
+    return [f"operators, shapes or dtypes of layer {unlike[0]}, {here[unlike[0]][0]}{more}"]
 
 
 def other_cluster(plan: Plan, cluster: Cluster) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
@@ -11,6 +12,10 @@ from autoplan.consistency.problems import Problem
 if TYPE_CHECKING:
     from autoplan.plan import Plan, Stage
 
+_DIGEST = re.compile("[0-9a-f]{12}")
+_SPANS = re.compile(r"\d{1,7}(-\d{1,7})?(, \d{1,7}(-\d{1,7})?)*")
+# Of a text that somebody sent: longer ones, and wider spans, are of no model.
+_LONGEST, _MOST = 1_000_000, 1_000_000
 _POLICIES = ("none", "selective", "full")
 
 
@@ -39,6 +44,26 @@ def _model(plan: Plan) -> Iterator[Problem]:
             yield f"model.edges.{index}", f"({source}, {target}) is no pair of layers in their order"
     if list(model.edges) != sorted(set(model.edges)):
         yield "model.edges", "each pair is there once, and in order"
+    yield from _kinds(plan)
+
+
+def _kinds(plan: Plan) -> Iterator[Problem]:
+    kinds, count = plan.model.layer_kinds, len(plan.model.layers)
+    if not kinds:
+        return
+    for digest in kinds:
+        if not _DIGEST.fullmatch(digest):
+            yield f"model.layer_kinds.{digest}", "its name is not 12 hexadecimal digits"
+    if sorted(layer for spans in kinds.values() for layer in members(spans)) != list(range(count)):
+        yield "model.layer_kinds", f"each of the layers 0 to {count - 1} must be there once, such as 0, 2-{count - 1}"
+
+
+def members(spans: str) -> list[int]:
+    """The layers of "0, 2-5"; [] for what is no such text."""
+    if len(spans) > _LONGEST or not _SPANS.fullmatch(spans):
+        return []
+    ends = [tuple(map(int, part.split("-"))) for part in spans.split(", ")]
+    return [layer for span in ends if span[-1] - span[0] < _MOST for layer in range(span[0], span[-1] + 1)]
 
 
 def _stages(plan: Plan) -> Iterator[Problem]:

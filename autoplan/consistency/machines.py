@@ -151,19 +151,16 @@ def peak_flops(plan: Plan, stage: Stage) -> float:
     return min(groups, default=plan.cluster.peak_flops)
 
 
-def peaks_known(plan: Plan) -> bool:
-    """Whether the plan says what its GPUs compute at most, as all do since revision 5."""
-    return bool(plan.cluster.peak_flops) or any(group.peak_flops for group in plan.cluster.groups)
-
-
 def peaks(plan: Plan) -> Iterator[Problem]:
     """What GPUs compute at most is said of all kinds, and is the data sheets' where the cluster's name means those."""
     groups = plan.cluster.groups
     if groups and plan.cluster.peak_flops:
         yield "cluster.peak_flops", f"{plan.cluster.peak_flops}, but its groups say their own: it must be 0"
+    if not groups and not plan.cluster.peak_flops:
+        yield "cluster.peak_flops", "0, which only older files say"
     for index, group in enumerate(groups):
         if not group.peak_flops:
-            yield f"cluster.groups.{index}.peak_flops", "0, but that of another group is known"
+            yield f"cluster.groups.{index}.peak_flops", "0, which only older files say"
     if (named := as_made_for(plan)) is None:
         return
     said: list[Any] = list(groups or (plan.cluster,))

@@ -136,7 +136,7 @@ class Proven:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Explained:
-    """``explain --json``."""
+    """``explain --json``. ``unchecked``: what could not be checked of an older file, "" of those of today."""
 
     __pydantic_config__: ClassVar[ConfigDict] = _STRICT
 
@@ -151,6 +151,7 @@ class Explained:
     would_change: WhatWouldChange
     proof: Proven
     assumptions: tuple[str, ...]
+    unchecked: str
 
 
 def answer(plan: Plan) -> dict[str, Any]:
@@ -167,6 +168,7 @@ def answer(plan: Plan) -> dict[str, Any]:
             would_change=_would_change(plan),
             proof=_proof(plan),
             assumptions=plan.assumptions,
+            unchecked=plan.unchecked,
         )
     )
 

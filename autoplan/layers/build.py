@@ -51,6 +51,7 @@ def build_layers(capture: Capture) -> LayerGraph:
         for i in folded.first
     )
     extra = _kept_by_others(folded, measured)
+    digests = [canon.layer_digest(groups[i].nodes) for i in folded.first]
     kinds = tuple(
         LayerKind(
             operators=with_saved(measured[kind].operators, extra[kind]),
@@ -78,6 +79,7 @@ def build_layers(capture: Capture) -> LayerGraph:
         dtype=dtype_name(capture.dtype),
         fingerprint=canon.fingerprint(),
         keep_order=_keep_order(facts, groups),
+        layer_digests=tuple(digests[kind] for kind in folded.kind_of),
     )
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -88,6 +88,14 @@ class Canon:
 
         Operators that only settle the layout in memory are passed over: the device decides which of them a trace holds.
         """
+        return hashlib.sha256("\n".join(self._graph(self._facts.nodes, self._facts.loss)).encode()).hexdigest()
+
+    def layer_digest(self, nodes: Sequence[Node]) -> str:
+        """The first 12 digits of the same of the layer that holds ``nodes``: what comes in is known by its shape."""
+        text = self._without_names("\n".join(self._graph(nodes, None)))
+        return hashlib.sha256(text.encode()).hexdigest()[:12]
+
+    def _graph(self, nodes: Iterable[Node], loss: Node | None) -> list[str]:
         facts = self._facts
         number: dict[Node, str] = {}
         names: dict[str, str] = {}
@@ -98,16 +106,16 @@ class Canon:
                 return names.setdefault(canonical_name(facts, source), f"p{len(names)} {self._shape(source)}")
             return number.setdefault(source, f"in{len(number)} {self._shape(source)}")
 
-        for node in facts.nodes:
+        for node in nodes:
             if self._is_layout_only(node):
                 number[node] = reference(node.all_input_nodes[0])
                 continue
             arguments = self._text(node.args, reference), self._text(node.kwargs, reference)
             number[node] = f"%{len(lines)}"
             lines.append(f"{operator_label(node.target)}{arguments} -> {self._shape(node)}")
-        if facts.loss is not None:
-            lines.append(f"loss {reference(facts.loss)}")
-        return hashlib.sha256("\n".join(lines).encode()).hexdigest()
+        if loss is not None:
+            lines.append(f"loss {reference(loss)}")
+        return lines
 
     def _is_layout_only(self, node: Node) -> bool:
         if operator_name(node.target) not in ("contiguous", "alias", "to") or not node.all_input_nodes:

@@ -23,6 +23,7 @@ def reordered(graph: LayerGraph, order: Sequence[int]) -> LayerGraph:
         layers=tuple(graph.layers[layer] for layer in order),
         edges=reordered_edges(graph.edges, order),
         keep_order=kept,
+        layer_digests=tuple(graph.layer_digests[layer] for layer in order) if graph.layer_digests else (),
     )
 
 

@@ -184,7 +184,8 @@ class Edge:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerGraph:
     """The model as layers in topological order. ``name`` is the model's. ``keep_order``: pairs of layers (earlier,
-    later) that touch one memory which either writes in place: they stay in that order, whatever values say."""
+    later) that touch one memory which either writes in place: they stay in that order, whatever values say.
+    ``layer_digests``: of each layer's own graph, as ``fingerprint`` is of the whole; () where they were not taken."""
 
     name: str
     layers: tuple[Layer, ...]
@@ -194,6 +195,7 @@ class LayerGraph:
     dtype: str
     fingerprint: str
     keep_order: tuple[tuple[int, int], ...] = ()
+    layer_digests: tuple[str, ...] = ()
 
     @property
     def parameters(self) -> int:

@@ -30,6 +30,12 @@ class Answer(TypedDict):
     schema: Literal[1]
 
 
+class OfPlan(Answer):
+    """Of a plan file; ``unchecked`` says what could not be checked of an older one, "" of those of today."""
+
+    unchecked: str
+
+
 class Failure(TypedDict):
     """What the ``error: ...`` lines on stderr say, by line; empty where there is none of them."""
 
@@ -150,13 +156,13 @@ class Compared(Answer):
     families: list[Family]
 
 
-class Operators(Answer):
+class Operators(OfPlan):
     """``explain --operators``."""
 
     operators: list[Row]
 
 
-class OneLayer(Answer):
+class OneLayer(OfPlan):
     """``explain --layer NAME``."""
 
     layer: int
@@ -170,7 +176,10 @@ class OneLayer(Answer):
 
 
 class Differences(Answer):
+    """``unchecked``: by file, as of the others."""
+
     same: bool
+    unchecked: dict[str, str]
     inputs: list[Change]
     forced: list[Change]
     strategy: list[Change]
@@ -180,7 +189,7 @@ class Differences(Answer):
     memory_terms: list[Change]
 
 
-class Simulated(Answer):
+class Simulated(OfPlan):
     """``left_out``: actions that the trace does not show; ``not_attributed_s``: of the predicted step."""
 
     model: str
@@ -195,12 +204,12 @@ class Simulated(Answer):
     file: str | None
 
 
-class Reported(Answer):
+class Reported(OfPlan):
     file: str
     bytes: int
 
 
-class Verified(Answer):
+class Verified(OfPlan):
     equal: bool
     model: str
     strategy: Strategy
@@ -210,12 +219,12 @@ class Verified(Answer):
     seconds: dict[str, float]
 
 
-class Emitted(Answer):
+class Emitted(OfPlan):
     directory: str
     files: list[str]
 
 
-class Exported(Answer):
+class Exported(OfPlan):
     """``lost``: what the target cannot express of the plan."""
 
     target: str

@@ -43,8 +43,24 @@ def model_summary(problem: Problem) -> ModelSummary:
         dtype=layers.dtype,
         layers=tuple(layer.name for layer in layers.layers),
         fingerprint=layers.fingerprint,
+        layer_kinds=_kinds(layers),
         edges=_edges(layers),
     )
+
+
+def _kinds(layers: LayerGraph) -> dict[str, str]:
+    """The layers of each digest as spans, such as "0, 2-5"."""
+    found: dict[str, list[list[int]]] = {}
+    for index, digest in enumerate(layers.layer_digests):
+        spans = found.setdefault(digest, [])
+        if spans and spans[-1][1] == index - 1:
+            spans[-1][1] = index
+        else:
+            spans.append([index, index])
+    return {
+        digest: ", ".join(f"{first}-{last}" if last > first else f"{first}" for first, last in spans)
+        for digest, spans in found.items()
+    }
 
 
 def _edges(layers: LayerGraph) -> tuple[tuple[int, int], ...]:

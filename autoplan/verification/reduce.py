@@ -93,7 +93,10 @@ def reduce_plan(plan: Plan, layers: LayerGraph, strategy: Strategy) -> Plan:
         strategy=strategy,
         stages=tuple(dataclasses.replace(stage, parameters=0) for stage in stages),  # the counts were the whole model's
         model=dataclasses.replace(
-            plan.model, fingerprint=layers.fingerprint, layers=tuple(x.name for x in layers.layers)
+            plan.model,
+            fingerprint=layers.fingerprint,
+            layers=tuple(x.name for x in layers.layers),
+            layer_kinds={},
         ),
     )
 

@@ -44,6 +44,7 @@ def plan() -> Plan:
     )
     strategy = Strategy(data=2, pipeline=2, micro_batch_size=1, micro_batches=8)
     return Plan(
+        first_revision=1,  # the stages do not make the step: what files of today are asked
         gpus=8,
         gpus_used=4,
         global_batch=16,

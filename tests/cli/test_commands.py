@@ -8,8 +8,10 @@ import sys
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
 from autoplan.cli import answer, options
+from autoplan.cli.application import application
 from autoplan.errors import InfeasibleError, StrategyError
 from autoplan.plan import Plan
 from tests.support.cli import Invoke
@@ -181,3 +183,55 @@ def test_a_fault_of_ours_is_short_and_says_how_to_see_more(
     assert quiet.stderr.startswith("error: internal fault: KeyError: 'stages'")
     assert "--verbose" in quiet.stderr and "Traceback" not in quiet.stderr
     assert "Traceback" in invoke("--verbose", "show", "plan.json").stderr
+
+
+# ------------------------------------------------------------------------------------------------- which plan is read
+
+
+READERS = ("show", "explain", "simulate", "report -o page.html", "export --to megatron", "diff plan.json")
+OLD = Path(__file__).parents[1] / "report" / "data" / "plan-revision-4.json"
+NEW = OLD.with_name("plan-revision-6.json")
+
+
+def with_plan(command: str, plan: str) -> list[str]:
+    """The command's words with ``plan`` as its last argument before the options."""
+    name, *rest = command.split()
+    return [name, *(word for word in rest if word == "plan.json"), plan, *(w for w in rest if w != "plan.json")]
+
+
+@pytest.mark.parametrize("command", READERS)
+def test_a_plan_is_read_from_standard_input(command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "plan.json").write_text(NEW.read_text())
+    from_file, piped = (
+        CliRunner().invoke(application, [*with_plan(command, name), "--json"], input=given)
+        for name, given in (("plan.json", None), ("-", NEW.read_text()))
+    )
+    assert piped.exit_code == from_file.exit_code == 0 and piped.stdout == from_file.stdout
+    for given, said in (("", "not JSON"), ("{}", "no plan of schema"), (b"\xff\xfe", "not a text")):
+        refused = CliRunner().invoke(application, with_plan(command, "-"), input=given)
+        assert refused.exit_code == 2 and said in refused.stderr and "standard input" in refused.stderr
+
+
+@pytest.mark.parametrize("command", READERS)
+def test_of_an_older_file_it_is_said_that_less_of_it_was_checked(
+    command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "plan.json").write_text(NEW.read_text())
+    for path, older in ((OLD, True), (NEW, False)):
+        done = CliRunner().invoke(application, [*with_plan(command, str(path)), "--json"])
+        line = f"{path}: less checked than a plan of today: it was written as revision 4, before"
+        assert (line in done.stderr) == older
+        answer = json.loads(done.stdout)
+        if command == "show":
+            assert answer["first_revision"] == (4 if older else 6)
+        elif command.startswith("diff"):
+            assert list(answer["unchecked"]) == ([str(path)] if older else [])
+        else:
+            assert answer["unchecked"].startswith("it was written as revision 4") == older
+
+
+def test_standard_input_holds_one_plan(invoke: Invoke) -> None:
+    done = invoke("diff", "-", "-")
+    assert done.exit_code == 2 and "standard input holds one plan" in done.stderr

@@ -39,6 +39,7 @@ def test_every_file_of_a_command_is_listed() -> None:
         "console",
         "options",
         "output",
+        "plans",
         "streams",
         "summary",
     }

@@ -66,7 +66,7 @@ def test_a_plan_file_without_the_stages_times_says_what_is_missing(plan: Plan) -
     for stage in data["stages"]:
         for name in ("send_s", "synchronise_s", "optimizer_s"):
             del stage[name]
-    simulated = step.simulate(Plan.from_json(of_revision(data, 2)))
+    simulated = step.simulate(Plan.from_json(of_revision(data, 1)))
     assert 0 < simulated.unexplained_s < 0.2 * plan.predicted.step_time_s
     assert simulated.end_s == pytest.approx(plan.predicted.step_time_s)
     text = terminal.timeline(simulated)

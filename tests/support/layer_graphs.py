@@ -5,6 +5,7 @@ what selective recompute drops; under a tensor degree all of it is divided and t
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -77,6 +78,7 @@ def graph(layers: Sequence[Dense], *, crossing: float = 2**20, name: str = "chai
             Edge(value=f"x{i}", source=i, targets=(i + 1,), bytes_per_sample=float(crossing))
             for i in range(len(layers) - 1)
         ),
+        layer_digests=tuple(hashlib.sha256(repr(d).encode()).hexdigest()[:12] for d in layers),
         tokens_per_sample=1,
         dtype="bf16",
         fingerprint=f"{name}-{len(layers)}",

@@ -120,5 +120,8 @@ def sealed(data: dict[str, Any]) -> str:
 
 def of_revision(data: dict[str, Any], revision: int) -> str:
     """The text of an older file, which has no digest and does not say what a GPU computes at most."""
-    older = {name: value for name, value in data.items() if name != "digest"}
-    return json.dumps(older | {"revision": revision, "cluster": {**data["cluster"], "peak_flops": 0.0}})
+    older = {name: value for name, value in data.items() if name not in ("digest", "first_revision")}
+    cluster = {name: value for name, value in data["cluster"].items() if name != "peak_flops"}
+    cluster["groups"] = [{k: v for k, v in group.items() if k != "peak_flops"} for group in cluster["groups"]]
+    model = {name: value for name, value in data["model"].items() if name != "layer_kinds"}
+    return json.dumps(older | {"revision": revision, "cluster": cluster, "model": model})
