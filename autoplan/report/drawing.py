@@ -44,8 +44,9 @@ class Rectangle:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Picture:
-    """Rows of rectangles; ``ticks`` are (x, label) of its time axis."""
+    """Rows of rectangles; ``ticks`` are (x, label) of its time axis. ``row`` is what a row is: stage, or rank."""
 
+    row: str
     caption: str
     rows: tuple[tuple[Rectangle, ...], ...]
     ticks: tuple[tuple[float, str], ...]
@@ -89,30 +90,27 @@ def _picture(step: Step, since: float, to: float, caption: str) -> Picture:
             fits = stop - x > 7.0 * len(label) + 4
             row.append(Rectangle(x=x, width=stop - x, kind=kind, title=title, label=label if fits else ""))
         rows.append(tuple(row))
-    return Picture(caption=caption, rows=tuple(rows), ticks=_ticks(since, to))
+    return Picture(row=step.row, caption=caption, rows=tuple(rows), ticks=_ticks(since, to))
 
 
 def _blocks(step: Step, stage: int) -> Iterator[tuple[str, float, float, str, str]]:
-    """(class, start, end, label, title) of what a stage does."""
+    """(class, start, end, label, title) of what a stage does, or a rank: of every second stage that it holds in another
+    shade."""
     for event in step.lanes[stage]:
         kind, number = event.action.kind, event.action.micro_batch
         span, made_of = _span(event.start_s, event.end_s), parts.said(step.plan, event)
         title = f"stage {event.action.stage}, {_WORDS[kind]} of micro-batch {number}: {span}"
         title += f" ({made_of})" if made_of else ""
-        yield _KINDS[kind], event.start_s, event.end_s, str(number), title
+        later = event.action.stage // len(step.lanes) % 2
+        yield _KINDS[kind] + " later" * later, event.start_s, event.end_s, str(number), title
     for tail in step.tails[stage]:
         yield (
             "tail",
             tail.start_s,
             tail.end_s,
             "",
-            f"{_row(step)} {stage}, {tail.what}: {_span(tail.start_s, tail.end_s)}",
+            f"{step.row} {stage}, {tail.what}: {_span(tail.start_s, tail.end_s)}",
         )
-
-
-def _row(step: Step) -> str:
-    """What a row of the pictures is: a stage, or a rank that holds several."""
-    return "stage" if len(step.lanes) == len(step.plan.stages) else "rank"
 
 
 def _span(start: float, end: float) -> str:
@@ -129,7 +127,7 @@ def _shaded(step: Step) -> Picture:
             if at == _COLUMNS or tenths[at] != tenths[first]:
                 if tenths[first]:
                     column = WIDTH / _COLUMNS
-                    title = f"{_row(step)} {stage}: {tenths[first] * 10}% busy"
+                    title = f"{step.row} {stage}: {tenths[first] * 10}% busy"
                     row.append(
                         Rectangle(
                             x=first * column,
@@ -141,7 +139,12 @@ def _shaded(step: Step) -> Picture:
                     )
                 first = at
         rows.append(tuple(row))
-    return Picture(caption="The whole step: the stronger, the busier", rows=tuple(rows), ticks=_ticks(0.0, step.end_s))
+    return Picture(
+        row=step.row,
+        caption="The whole step: the stronger, the busier",
+        rows=tuple(rows),
+        ticks=_ticks(0.0, step.end_s),
+    )
 
 
 def _busy_columns(step: Step, stage: int) -> list[float]:

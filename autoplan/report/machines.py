@@ -6,12 +6,13 @@ inside the data axis. An axis is between nodes where the members of one of its g
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
 
 from autoplan.explain.text import seconds, size
-from autoplan.plan import Axis, Plan
+from autoplan.plan import Axis, Plan, Stage
 from autoplan.report.model_graph import colour
 
 WIDTH = 1000.0
@@ -86,8 +87,8 @@ def picture(plan: Plan) -> Picture:
         hidden=nodes_of_all - len(drawn),
         height=rows * (height + 12),
         side=_SIDE,
-        inside=tuple(part for part in traffic if part.where == "inside a node"),
-        between=tuple(part for part in traffic if part.where != "inside a node"),
+        inside=tuple(part for part in traffic if part.where.startswith("inside")),
+        between=tuple(part for part in traffic if not part.where.startswith("inside")),
     )
 
 
@@ -148,10 +149,11 @@ def strides(plan: Plan) -> dict[str, int]:
     }
 
 
-def crosses_nodes(plan: Plan, axis: str) -> bool:
-    """Whether a group of ``axis`` has members on several nodes."""
+def crosses_nodes(plan: Plan, axis: str, ranks: range | None = None) -> bool:
+    """Whether a group of ``axis`` has members on several nodes; of ``ranks`` alone where they are given."""
     stride, width = strides(plan).get(axis, 1), getattr(plan.strategy, axis, 1) * strides(plan).get(axis, 1)
-    firsts = (rank for rank in range(min(plan.gpus_used, _MOST_RANKS)) if rank % width < stride)
+    looked_at = (ranks or range(plan.gpus_used))[:_MOST_RANKS]
+    firsts = (rank for rank in looked_at if rank % width < stride)
     return any(_node_of(plan, rank) != _node_of(plan, rank + width - stride) for rank in firsts)
 
 
@@ -166,11 +168,59 @@ def _node_of(plan: Plan, rank: int) -> tuple[int, int]:
 def _traffic(plan: Plan) -> Iterator[Traffic]:
     most = max((axis.bytes_per_step for axis in plan.axes), default=0.0)
     for axis in plan.axes:
-        yield _of(axis, crosses_nodes(plan, axis.name), axis.bytes_per_step / most if most else 0.0)
+        used = [group.name for group in plan.cluster.groups if group.gpus_used]
+        if axis.name in ("data", "tensor") and len({axis.link_on(name) for name in used}) > 1:
+            yield from (_on_group(plan, axis, name, most) for name in used)
+        else:
+            yield _of(axis, crosses_nodes(plan, axis.name), axis.bytes_per_step / most if most else 0.0)
 
 
-def _of(axis: Axis, crosses: bool, share: float) -> Traffic:
+def _on_group(plan: Plan, axis: Axis, group: str, most: float) -> Traffic:
+    """What ``axis`` sends on the GPUs of one kind: of the data axis by the state of their stage with most of it, of
+    the tensor axis by their layers, of which each is taken to send as much."""
+    held, longest = _held(plan, group), max(plan.stages, key=lambda stage: stage.forward_s + stage.backward_s)
+    share, whole = max(_load(stage, axis) for stage in held), _load(longest, axis)
+    of_group = dataclasses.replace(
+        axis,
+        link=axis.link_on(group),
+        bytes_per_step=axis.bytes_per_step * share / whole if whole else 0.0,
+        times_per_step=round(axis.times_per_step * max(map(_layers, held)) / _layers(longest)),
+        exposed_s=max(_exposed_s(plan, stage, axis) for stage in held),
+    )
+    crosses = _crosses_on(plan, axis.name, group)
+    return _of(of_group, crosses, of_group.bytes_per_step / most if most else 0.0, on=group)
+
+
+def _held(plan: Plan, group: str) -> list[Stage]:
+    """The stages that GPUs of ``group`` run."""
+    return [stage for stage in plan.stages if group in stage.device.split(" + ")] or list(plan.stages)
+
+
+def _layers(stage: Stage) -> int:
+    return stage.last_layer - stage.first_layer + 1
+
+
+def _load(stage: Stage, axis: Axis) -> float:
+    """What the bytes of an axis grow with from stage to stage."""
+    return float(stage.parameters if axis.name == "data" else _layers(stage))
+
+
+def _exposed_s(plan: Plan, stage: Stage, axis: Axis) -> float:
+    """Of a step, what shows of the axis on ``stage``."""
+    term = "sharded_state" if axis.name == "data" else "tensor_communication"
+    each = stage.forward_terms.get(term, 0.0) + stage.backward_terms.get(term, 0.0)
+    return plan.strategy.micro_batches * each + (stage.synchronise_s if axis.name == "data" else 0.0)
+
+
+def _crosses_on(plan: Plan, axis: str, group: str) -> bool:
+    """Whether a group of ``axis`` among the GPUs of one kind has members on several nodes."""
+    found = next(each for each in plan.cluster.groups if each.name == group)
+    return crosses_nodes(plan, axis, range(found.first_rank, found.first_rank + found.gpus_used))
+
+
+def _of(axis: Axis, crosses: bool, share: float, *, on: str = "") -> Traffic:
     where = "between nodes" if crosses else "inside a node"
+    where += f" of {on}" if on else ""
     return Traffic(
         axis=axis.name,
         link=axis.link,

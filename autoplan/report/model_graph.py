@@ -79,7 +79,8 @@ def _legend(plan: Plan) -> Iterator[tuple[str, str]]:
     for first in range(min(COLOURS, ranks)):
         held = [stage for stage in range(len(plan.stages)) if stage % ranks % COLOURS == first]
         named = ", ".join(map(str, held[:4])) + (", ..." if len(held) > 4 else "")
-        yield colour(first), f"stage{'s' if len(held) > 1 else ''} {named}"
+        rank = f"rank {first}: " if ranks < len(plan.stages) and ranks <= COLOURS else ""
+        yield colour(first), f"{rank}stage{'s' if len(held) > 1 else ''} {named}"
 
 
 def _runs(plan: Plan) -> list[tuple[int, int, int]]:

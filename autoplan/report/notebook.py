@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from autoplan.explain import explain
 from autoplan.explain.text import count
 from autoplan.plan import Plan
-from autoplan.report.page import stage_rows, template
+from autoplan.report.page import fullest, stage_rows, template
 
 if TYPE_CHECKING:
     from autoplan.runtime.program import Program
@@ -29,4 +29,6 @@ def program_html(program: Program) -> str:
 
 def _html(plan: Plan, heading: str) -> str:
     rows = stage_rows(plan)
-    return template(_TEMPLATE).render(plan=plan, heading=heading, stages=rows, explained=explain(plan)) + "\n"
+    capacity = plan.cluster.memory_of(fullest(plan))
+    facts = {"plan": plan, "heading": heading, "capacity": capacity, "stages": rows, "explained": explain(plan)}
+    return template(_TEMPLATE).render(facts) + "\n"

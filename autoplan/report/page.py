@@ -24,6 +24,8 @@ from autoplan.plan import Plan, Stage
 from autoplan.report import drawing, machines, model_graph, scatter, step
 
 _TEMPLATE, _SCRIPT = "page.html.j2", "script.js.j2"
+_MOST_RANKS = 4  # whose stages are named in a sentence
+_LETTER = 6.0  # pixels of a letter of the font
 
 
 def page(plan: Plan) -> str:
@@ -50,9 +52,12 @@ def _facts(plan: Plan) -> dict[str, Any]:
         simulated, refused = step.simulate(plan), ""
     except StrategyError as error:
         simulated, refused = None, error.what
-    script = _read(_SCRIPT)
+    script, drawn = _read(_SCRIPT), machines.picture(plan)
     return {
         "plan": plan,
+        "capacity": plan.cluster.memory_of(fullest(plan)),
+        "samples_are_tokens": plan.model.tokens_per_sample == 1,
+        "by_group": any(" of " in part.where for part in (*drawn.inside, *drawn.between)),
         "decision": " ".join(reasons.decision(plan)[1:]),
         "proof": " ".join(reasons.proof(plan)[1:]),
         "axes": [(axis, axis_words.when(plan, axis), axis_words.members(plan, axis)) for axis in plan.axes],
@@ -61,13 +66,17 @@ def _facts(plan: Plan) -> dict[str, Any]:
         "memory_terms": _memory_terms(plan),
         "time_terms": [(name, value) for name, value in plan.predicted.time_terms.items() if value > 0],
         "model": model_graph.picture(plan),
-        "machines": machines.picture(plan),
+        "machines": drawn,
         "scatter": scatter.picture(plan),
         "changes": list(changes.groups(plan)),
         "basis": changes.basis(plan),
         "search_again": changes.command("PLAN.json"),
         "script": Markup(script),
         "script_hash": base64.b64encode(hashlib.sha256(script.encode()).digest()).decode(),
+        "several": len(plan.stages) > plan.strategy.pipeline,
+        "ranks": _ranks(plan),
+        "row_names": _row_names(plan),
+        "row_label": 30 if not plan.cluster.groups else 30 + _LETTER * max(len(s.device) for s in plan.stages),
         "pictures": drawing.pipeline(simulated) if simulated else (),
         "not_drawn": refused,
         "missing_s": simulated.unexplained_s if simulated else 0.0,
@@ -75,6 +84,24 @@ def _facts(plan: Plan) -> dict[str, Any]:
         "width": drawing.WIDTH,
         "row": drawing.ROW,
     }
+
+
+def _ranks(plan: Plan) -> list[str]:
+    """Which stages the first pipeline ranks hold, and the last."""
+    ranks, stages = plan.strategy.pipeline, len(plan.stages)
+    said = [f"rank {rank} holds {', '.join(map(str, range(rank, stages, ranks)))}" for rank in range(ranks)]
+    return said if ranks <= _MOST_RANKS else [*said[: _MOST_RANKS - 1], f"and so on to {said[-1]}"]
+
+
+def _row_names(plan: Plan) -> list[str]:
+    """What stands before each row of the timeline: its number, and the kind of GPU where there are several."""
+    held = plan.stages[: plan.strategy.pipeline]
+    return [f"{stage.device} {number}".strip() for number, stage in enumerate(held)]
+
+
+def fullest(plan: Plan) -> Stage:
+    """The stage that takes most of one GPU, as the plan's peak says."""
+    return max(plan.stages, key=lambda stage: stage.peak_memory_bytes)
 
 
 def stage_rows(plan: Plan) -> list[dict[str, Any]]:

@@ -64,6 +64,11 @@ class Step:
         """Forwards and backwards of all ranks."""
         return sum(len(lane) for lane in self.lanes)
 
+    @property
+    def row(self) -> str:
+        """What a lane is: a stage, or a pipeline rank that holds several."""
+        return "stage" if len(self.lanes) == len(self.plan.stages) else "rank"
+
     def bubbles(self, stage: int) -> Iterator[tuple[float, float]]:
         """From and to when ``stage`` waits, the end of the step included."""
         at = 0.0

@@ -1,4 +1,5 @@
-"""One step drawn in 80 columns of plain text: a row a stage, a column an equal slice of time.
+"""One step drawn in 80 columns of plain text: a row a stage, or a pipeline rank that holds several, a column an equal
+slice of time.
 
 Where a column is no longer than the shortest action each one is drawn with its micro-batch's number. Otherwise the
 whole step is drawn by how much of each column is work, and its beginning and its end again with every action.
@@ -45,12 +46,9 @@ def timeline(step: Step) -> str:
     lines += paragraph(_LEGEND)
     if any(event.action.kind == "W" for lane in step.lanes for event in lane):
         lines += paragraph(_SPLIT)
-    if _row(step) == "rank":
-        lines += paragraph(
-            f"Each of {len(step.lanes)} pipeline ranks holds {step.plan.strategy.virtual_stages} stages."
-        )
+    lines += paragraph(_rows_are(step))
     if len(rows) < len(step.lanes):
-        lines.append(f"{len(rows)} of {len(step.lanes)} {_row(step)}s are drawn.")
+        lines.append(f"{len(rows)} of {len(step.lanes)} {step.row}s are drawn.")
     if step.unexplained_s:
         lines += paragraph(
             f"The plan says {seconds(step.plan.predicted.step_time_s)}; {seconds(abs(step.unexplained_s))} of the "
@@ -70,9 +68,21 @@ def timeline(step: Step) -> str:
     return "\n".join(line.rstrip() for line in lines) + "\n"
 
 
-def _row(step: Step) -> str:
-    """What a row is: a stage, or a rank that holds several."""
-    return "stage" if len(step.lanes) == len(step.plan.stages) else "rank"
+def _rows_are(step: Step) -> str:
+    """What the rows stand for, where they are not simply the stages of GPUs of one kind."""
+    plan = step.plan
+    if step.row == "rank":
+        held = ", ".join(str(stage) for stage in range(0, len(plan.stages), len(step.lanes)))
+        return (
+            f"A row is a pipeline rank, which holds {plan.strategy.virtual_stages} stages: rank 0 the stages {held}. "
+            "Its actions are those of all of them."
+        )
+    if not plan.cluster.groups:
+        return ""
+    runs = dict.fromkeys(stage.device for stage in plan.stages)
+    on = {device: [i for i, stage in enumerate(plan.stages) if stage.device == device] for device in runs}
+    named = [f"stage {held[0]}" if len(held) == 1 else f"stages {held[0]} to {held[-1]}" for held in on.values()]
+    return f"A row is a stage: {', '.join(f'{which} on {device}' for which, device in zip(named, on, strict=True))}."
 
 
 def _rows(stages: int) -> list[int]:
@@ -87,7 +97,7 @@ def _window(
     """Rows of what happens from ``since`` to ``to``; ``mark`` turns the shares of a column into its character."""
     column = (to - since) / TRACK
     title = f"{name}: {seconds(since)} to {seconds(to)}, a column is {seconds(column)}"
-    lines = [f"{_row(step):>{_LABEL}} {title:<{TRACK + 2}}{'waits' if idle else '':>{_IDLE_COLUMN}}"]
+    lines = [f"{step.row:>{_LABEL}} {title:<{TRACK + 2}}{'waits' if idle else '':>{_IDLE_COLUMN}}"]
     for stage in rows:
         track = _track(_blocks(step, stage), since, to, mark or _cell)
         share = percent(step.idle_share(stage)) if idle else ""

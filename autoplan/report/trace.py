@@ -1,11 +1,11 @@
 """One step as a Chrome trace, for https://ui.perfetto.dev or chrome://tracing.
 
-A process is a pipeline rank (all its GPUs do the same: one class). Its first lane is what it does: forward, backward,
-bubble, gradient synchronisation, optimizer, and inside a forward or a backward the collectives that it waits for and
-what it computes again (:mod:`.parts`), dealt out over its layers alike: a slice is all collectives of one kind of one
-layer, and says how many those are. A second lane holds what the data axis
-transfers beside the computation. What it sends are asynchronous slices, with arrows from a send to where it is used; a
-counter is its memory. Times are microseconds, as the format wants.
+A process is a stage, or a pipeline rank that holds several (all its GPUs do the same: one class). Its first lane is
+what it does: forward, backward, bubble, gradient synchronisation, optimizer, and inside a forward or a backward the
+collectives that it waits for and what it computes again (:mod:`.parts`), dealt out over its layers alike: a slice is
+all collectives of one kind of one layer, and says how many those are. A second lane holds what the data axis transfers
+beside the computation. What it sends are asynchronous slices, with arrows from a send to where it is used; a counter is
+its memory. Times are microseconds, as the format wants.
 
 The counter stands at ``saved activations / in flight`` a micro-batch between its forward and its backward, over all
 other terms at their peak: its top is the stage's peak, and between the micro-batches it is an upper bound. It is flat
@@ -48,7 +48,7 @@ def trace(step: Step, *, most_actions: int = MOST_ACTIONS) -> dict[str, Any]:
     whole = sum(map(len, shown)) * max(s.last_layer - s.first_layer + 1 for s in plan.stages) > MOST_INSIDE
     for stage in range(len(step.lanes)):
         events += _names(plan, stage)
-        events += (_action(stage, event) for event in shown[stage])
+        events += (_action(plan, stage, event) for event in shown[stage])
         events += (part for event in shown[stage] for part in _inside(plan, stage, event, whole))
         events += _beside(plan, stage, shown[stage])
         events += _gaps(step, stage, head, tail)
@@ -87,7 +87,9 @@ def _names(plan: Plan, stage: int) -> Iterator[dict[str, Any]]:
     ranks = f"rank {first}" if width == 1 else f"ranks {first}-{first + width - 1}, all alike"
     held = range(stage, len(plan.stages), plan.strategy.pipeline)
     layers = ", ".join(f"{plan.stages[s].first_layer}-{plan.stages[s].last_layer}" for s in held)
-    name = f"stage {', '.join(map(str, held))}: {ranks}, layers {layers}"
+    row = f"stage {stage}" if len(held) == 1 else f"pipeline rank {stage}, stages {', '.join(map(str, held))}"
+    on = f" on {plan.stages[stage].device}" if plan.stages[stage].device else ""
+    name = f"{row}: {ranks}{on}, layers {layers}"
     yield {"ph": "M", "pid": stage, "name": "process_name", "args": {"name": name}}
     yield {"ph": "M", "pid": stage, "name": "process_sort_index", "args": {"sort_index": stage}}
     yield {"ph": "M", "pid": stage, "tid": _COMPUTE, "name": "thread_name", "args": {"name": "compute"}}
@@ -162,10 +164,11 @@ def _beside(plan: Plan, rank: int, shown: Sequence[Event]) -> Iterator[dict[str,
             )
 
 
-def _action(rank: int, event: Event) -> dict[str, Any]:
-    _, kind, micro_batch = event.action
-    arguments = {"micro_batch": micro_batch, "action": str(event.action)}
-    name = f"{kind}{micro_batch}"
+def _action(plan: Plan, rank: int, event: Event) -> dict[str, Any]:
+    stage, kind, micro_batch = event.action
+    arguments = {"stage": stage, "micro_batch": micro_batch, "action": str(event.action)}
+    several = len(plan.stages) > plan.strategy.pipeline
+    name = f"{kind}{micro_batch} of stage {stage}" if several else f"{kind}{micro_batch}"
     return _slice(rank, name, _NAMES[kind], event.start_s, event.end_s, cname=_COLOURS[kind], args=arguments)
 
 

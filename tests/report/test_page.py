@@ -15,11 +15,12 @@ import pytest
 
 from autoplan.explain.text import seconds, size
 from autoplan.plan import OtherAnswer, Plan, Strategy
-from autoplan.report import scatter
+from autoplan.report import machines, scatter
 from autoplan.report.machines import crosses_nodes
 from autoplan.report.page import page
 from autoplan.search import search
 from tests.support.layer_graphs import Dense, cluster, problem
+from tests.support.mixed import group, mixed
 
 _VOID = {"meta", "br", "hr", "img", "link", "input"}
 
@@ -158,6 +159,54 @@ def test_every_action_is_drawn_where_it_is(plan: Plan) -> None:
     assert len(rectangles) == 2 * 4 * plan.strategy.micro_batches
     ends = [float(a["x"] or 0) + float(a["width"] or 0) for a in rectangles]
     assert 0 < max(ends) <= 1000.01
+
+
+def test_a_row_of_several_stages_is_called_what_it_is_and_their_actions_are_told_apart() -> None:
+    layers = [Dense(elements=4_000_000)] * 8
+    forced = {"pipeline": 2, "schedule": "interleaved", "virtual_stages": 2, "micro_batch_size": 1}
+    plan = search(problem(layers, cluster(2), forced=forced))
+    html = page(plan)
+    text = " ".join(" ".join(read(html).text).split())
+    assert "The step, rank by rank" in text and "A row is a stage" not in text
+    assert (
+        "A row is a pipeline rank, the GPUs that hold 2 stages together: rank 0 holds 0, 2; rank 1 holds 1, 3." in text
+    )
+    assert "rank 0: stages 0, 2" in text and "coloured by its pipeline rank" in text
+    classes = [a.get("class") for tag, a in read(html).tags if tag == "rect"]
+    assert classes.count("forward") == classes.count("forward later") == 2 * plan.strategy.micro_batches
+    assert 'aria-label="The whole step, a row for each of 2 pipeline ranks; ' in html
+
+
+def of_two_kinds() -> Plan:
+    """A pipeline over two nodes of each of two kinds, whose nodes are joined by links of different names."""
+    fast, slow = group(2, nodes=2, name="fast"), group(2, nodes=2, speed=0.5, memory_gib=12.0, name="slow")
+    slow = dataclasses.replace(slow, inter=dataclasses.replace(slow.inter, name="old wires"))
+    forced = {"pipeline": 2, "data": 4}
+    layers = [Dense(flops=3e12, elements=20_000_000)] * 12
+    return search(problem(layers, mixed([fast, slow]), global_batch=64, heads=1, forced=forced))
+
+
+def test_links_of_kinds_have_a_row_each_with_what_travels_there() -> None:
+    plan = of_two_kinds()
+    data = {part.where: part for part in machines.picture(plan).between if part.axis == "data"}
+    assert set(data) == {"between nodes of fast", "between nodes of slow"}
+    assert data["between nodes of slow"].link == "old wires"
+    (axis,) = (axis for axis in plan.axes if axis.name == "data")
+    by_kind = {stage.device: stage for stage in plan.stages}
+    longest = max(plan.stages, key=lambda stage: stage.forward_s + stage.backward_s)
+    for kind, stage in by_kind.items():
+        part = data[f"between nodes of {kind}"]
+        assert part.bytes_per_step == pytest.approx(axis.bytes_per_step * stage.parameters / longest.parameters)
+        if stage is longest:
+            assert (part.bytes_per_step, part.times) == (axis.bytes_per_step, axis.times_per_step)
+            assert part.exposed_s == pytest.approx(axis.exposed_s)
+
+
+def test_memory_is_that_of_the_kind_that_a_stage_stands_on() -> None:
+    plan = of_two_kinds()
+    fullest = max(plan.stages, key=lambda stage: stage.peak_memory_bytes)
+    of = size(plan.cluster.memory_of(fullest))
+    assert f"<dd>{size(fullest.peak_memory_bytes)}<small>of {of}</small></dd>" in page(plan)
 
 
 def test_sixteen_stages_and_a_long_step_stay_small() -> None:

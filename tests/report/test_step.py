@@ -17,6 +17,7 @@ from autoplan.plan import Plan
 from autoplan.report import parts, step, terminal, trace
 from autoplan.search import search
 from tests.support.layer_graphs import Dense, cluster, problem
+from tests.support.mixed import group, mixed
 from tests.support.plans import of_revision
 
 
@@ -92,6 +93,31 @@ def test_the_trace_holds_every_action_once_and_ends_with_the_step(plan: Plan) ->
     names = [event["args"]["name"] for event in events if event["name"] == "process_name"]
     assert len(names) == 4 and names[1].startswith("stage 1: rank 1, layers ")
     json.dumps(made, allow_nan=False)
+
+
+def test_rows_of_ranks_that_hold_several_stages_are_called_ranks() -> None:
+    plan = planned(2, schedule="interleaved", virtual_stages=2, micro_batch_size=1)
+    simulated = step.simulate(plan)
+    assert simulated.row == "rank" and len(simulated.lanes) == 2
+    text = " ".join(terminal.timeline(simulated).split())
+    assert "A row is a pipeline rank, which holds 2 stages: rank 0 the stages 0, 2." in text and " rank the" in text
+    events = trace.trace(simulated)["traceEvents"]
+    names = [event["args"]["name"] for event in events if event["name"] == "process_name"]
+    assert [name.split(":")[0] for name in names] == ["pipeline rank 0, stages 0, 2", "pipeline rank 1, stages 1, 3"]
+    of_rank_1 = {e["args"]["stage"] for e in events if e.get("args", {}).get("action") and e["pid"] == 1}
+    assert of_rank_1 == {1, 3} and "F0 of stage 3" in {event["name"] for event in events}
+
+
+def test_rows_say_which_kind_of_gpus_they_are() -> None:
+    kinds = mixed([group(2, name="fast"), group(2, speed=0.5, name="slow")])
+    layers = [Dense(flops=3e12, elements=20_000_000)] * 12
+    plan = search(problem(layers, kinds, global_batch=64, heads=1, forced={"pipeline": 2, "data": 2}))
+    simulated = step.simulate(plan)
+    devices = [stage.device for stage in plan.stages]
+    assert set(devices) == {"fast", "slow"}
+    assert f"A row is a stage: stage 0 on {devices[0]}, stage 1 on {devices[1]}." in terminal.timeline(simulated)
+    names = [e["args"]["name"] for e in trace.trace(simulated)["traceEvents"] if e["name"] == "process_name"]
+    assert [device in name for device, name in zip(devices, names, strict=True)] == [True, True]
 
 
 def test_slices_of_a_stage_do_not_overlap_and_fill_the_step(plan: Plan) -> None:
