@@ -203,3 +203,15 @@ def test_a_memory_that_no_gpu_has_is_refused_by_name(value: str, tmp_path: Path)
     with pytest.raises(ClusterError, match="`memory_bytes`") as caught:
         Cluster.parse(str(file))
     assert "mine.toml" in str(caught.value)
+
+
+@pytest.mark.parametrize("value", ['"two"', "0", "1.5", "true", "[]", "-3"])
+@pytest.mark.parametrize("field", ["nodes", "gpus_per_node"])
+def test_a_count_in_a_cluster_file_is_a_positive_whole_number(tmp_path: Path, field: str, value: str) -> None:
+    """What is legal is said of the field, and not of a SPEC."""
+    file = tmp_path / "c.toml"
+    file.write_text(f'device = "H100"\n{field} = {value}\n')
+    with pytest.raises(ClusterError, match=f"field `{field}`") as refused:
+        Cluster.parse(str(file))
+    assert refused.value.legal.startswith("a positive whole number: 1 to ")
+    assert refused.value.attempt == f"{field} = 2" and str(file) in str(refused.value)

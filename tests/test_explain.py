@@ -72,7 +72,7 @@ def test_the_proof_is_said_to_be_of_the_closed_form() -> None:
     plan = search(problem(LARGE, cluster(4)))
     loose = dataclasses.replace(plan.certificate, simulated_gap=0.15, confirmed=3)
     text = " ".join(explain(dataclasses.replace(plan, certificate=loose)).split())
-    assert "15.0% less than the plan's" in text and "the proof above is of the closed form alone" in text
+    assert "15.0% less than the plan's" in text and "That is proven of the closed form alone." in text
     tight = dataclasses.replace(plan.certificate, simulated_gap=0.0, confirmed=3)
     text = " ".join(explain(dataclasses.replace(plan, certificate=tight)).split())
     assert "no candidate's step is shorter than the plan's" in text and "alone" not in text

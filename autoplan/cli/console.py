@@ -12,8 +12,26 @@ from typing import Any
 
 from rich.console import Console, RenderableType
 from rich.table import Table
+from rich.text import Text
 
 from autoplan.cli.streams import that_may_fail
+
+# Of laid out text: headings and what stands over a table or a list; bars, in which a letter is a kind of memory or of
+# work; what a plan gains and loses.
+_STYLES = (
+    (r"(?m)^\S.* -{3,}$", "bold cyan"),
+    (r"(?m)^ +(stage|operator|layer|micro-batch)\b.*$(?=\n +\d)", "bold"),
+    (r"(?m)^[A-Z][^.\n]{2,60}:?$(?=\n(- |  ))", "bold"),
+    (r"(?<=\[)W+(?=[GOAx.\]])", "blue"),
+    (r"(?<=[\[W])G+(?=[OAx.\]])", "green"),
+    (r"(?<=[\[WG])O+(?=[Ax.\]])", "magenta"),
+    (r"(?<=[\[WGO])A+(?=[x.\]])", "yellow"),
+    (r"(?<=[\[WGOA])x+(?=[.\]])", "red"),
+    (r" #+(?=[.\s])", "blue"),
+    (r"(?<=[\[WGOAx#])\.{2,}(?=[\]\s])", "dim"),
+    (r"(?m)^(ok|equal)\b", "green"),
+    (r"(?m)^(FAIL|different|wrong)\b", "bold red"),
+)
 
 
 def out() -> Console:
@@ -67,6 +85,19 @@ def result(*renderables: RenderableType) -> None:
             console.print(renderable, markup=False)
     lines = captured.get().splitlines()  # tables pad their last column: of no use in a file or a diff
     sys.stdout.write("".join(f"{line.rstrip()}\n" for line in lines))
+
+
+def told(text: str) -> None:
+    """Print text that is laid out already, such as an explanation, as the command's result: on a terminal its headings
+    stand out and its bars have colours."""
+    console = out()
+    if not console.is_terminal:
+        sys.stdout.write(f"{text.rstrip()}\n")
+        return
+    styled = Text(text.rstrip())
+    for pattern, style in _STYLES:
+        styled.highlight_regex(pattern, style)
+    console.print(styled, soft_wrap=True)
 
 
 def result_json(data: Any) -> None:

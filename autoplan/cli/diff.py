@@ -27,4 +27,4 @@ def diff(before: Before, after: After, json: options.Json = False) -> None:
         }
         console.result_json(difference.difference(one, two).to_dict() | {"unchecked": unchecked})
     else:
-        typer.echo(difference.as_text(one, two, (plans.short(before), plans.short(after))).rstrip("\n"))
+        console.told(difference.as_text(one, two, (plans.short(before), plans.short(after))))

@@ -99,13 +99,18 @@ def explain(
         from autoplan.explain.text import columns
 
         with columns(console.out().width):
-            typer.echo("\n".join(would_change(plan)))
+            console.told("\n".join(would_change(plan)))
         if output is not None:
             console.note(f"wrote {output}; next: autoplan report {output}")
     else:
         from autoplan.explain import explain as told
 
-        typer.echo(told(plan, width=console.out().width, file=shlex.quote(str(path))).rstrip("\n"))
+        console.told(told(plan, width=console.out().width, file=_as_argument(path)))
+
+
+def _as_argument(path: Path) -> str:
+    """What to write for the plan's file in the command that is recommended."""
+    return "PLAN.json" if is_stdout(path) else shlex.quote(str(path))
 
 
 def _deeper(plan: Plan, layer: str | None, model: str | None, gpus: str | None, *, json: bool) -> None:
@@ -124,7 +129,7 @@ def _deeper(plan: Plan, layer: str | None, model: str | None, gpus: str | None, 
         if json:
             console.result_json({"schema": 1, "operators": [_row(row) for row in rows], "unchecked": plan.unchecked})
         else:
-            typer.echo(told.operators_text(plan, rows).rstrip("\n"))
+            console.told(told.operators_text(plan, rows))
         return
     found = told.one_layer(plan, asked.traced.layers, kinds, devices, layer)
     if json:
@@ -132,7 +137,7 @@ def _deeper(plan: Plan, layer: str | None, model: str | None, gpus: str | None, 
         of_layer = [_row(row) for row in found.rows]
         console.result_json({"schema": 1, **about, "operators": of_layer, "unchecked": plan.unchecked})
     else:
-        typer.echo(told.layer_text(plan, found).rstrip("\n"))
+        console.told(told.layer_text(plan, found))
 
 
 def _row(row: Any) -> dict[str, Any]:

@@ -31,7 +31,7 @@ def show(path: options.PlanFile, timeline: Timeline = False, json: options.Json 
         if json:
             console.result_json(plan.to_dict() | {"timeline": _timeline(simulated)})
         else:
-            typer.echo(drawn.rstrip("\n"))
+            console.told(drawn)
     elif json:
         console.result_json(plan.to_dict())
     else:

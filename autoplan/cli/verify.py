@@ -34,5 +34,5 @@ def verify(
     if json:
         console.result_json(report.to_dict() | {"unchecked": wanted.unchecked})
     else:
-        typer.echo(report_text(report))
+        console.told(report_text(report))
     raise typer.Exit(report.exit_code)

@@ -135,7 +135,7 @@ def text(data: Mapping[str, Any], key: str, where: str) -> str:
 def integer(value: object, what: str, *, where: str) -> int:
     written = str(value).strip() if not isinstance(value, dict | list) else ""
     if isinstance(value, bool | float) or not re.fullmatch(r"[+-]?[0-9]+", written):
-        raise ClusterError(f"{what}: {shown(value)} is not a whole number", where=where, legal=LEGAL)
+        raise ClusterError(f"{what}: {shown(value)} is not a whole number", where=where, **_legal(what))
     if len(written) > 20:
         raise ClusterError(f"{what}: no cluster has so many", where=where, legal=f"1 to {MOST_GPUS}")
     check_positive(int(written), what, where=where)
@@ -144,7 +144,7 @@ def integer(value: object, what: str, *, where: str) -> int:
 
 def check_positive(number: int, what: str, *, where: str) -> None:
     if number < 1:
-        raise ClusterError(f"{what} must be 1 or more, not {number}", where=where, legal=LEGAL, attempt="8xH100")
+        raise ClusterError(f"{what} must be 1 or more, not {number}", where=where, **_legal(what))
     if number > MOST_GPUS:
         raise ClusterError(f"{what}: {number} are more than any cluster has", where=where, legal=f"1 to {MOST_GPUS}")
 
@@ -163,3 +163,11 @@ def _finite(value: int | float) -> bool:
         return math.isfinite(value)
     except OverflowError:  # an integer beyond floats
         return False
+
+
+def _legal(what: str) -> dict[str, str]:
+    """Of a field of a cluster file, its values; else what a SPEC may be."""
+    if what.startswith("field"):
+        names = re.findall(r"`(\w+)`", what)
+        return {"legal": f"a positive whole number: 1 to {MOST_GPUS}", "attempt": f"{names[0]} = 2"}
+    return {"legal": LEGAL, "attempt": "8xH100"}

@@ -115,7 +115,7 @@ def _unlike_links(made_for: ClusterSummary, cluster: Cluster) -> list[str]:
                 "between nodes": (there.inter, cluster.inter),
             }
             return [
-                f"links {where} {one.bytes_per_s / 1e9:g} GB/s there and {other.bytes_per_s / 1e9:g} here"
+                f"links {where} {one.bytes_per_s / 1e9:,.5g} GB/s there and {other.bytes_per_s / 1e9:,.5g} here"
                 for where, (one, other) in named.items()
                 if one.bytes_per_s != other.bytes_per_s
             ]

@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from autoplan.explain import axis_words, changes, reasons
-from autoplan.explain.tables import layers_of, ratio_of, work_shares
+from autoplan.explain.tables import layers_of, least_wait, ratio_of, work_shares
 from autoplan.plan import Alternative, Plan, Strategy
 
 if TYPE_CHECKING:
@@ -81,7 +81,8 @@ class StageRow:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bubble:
-    """Shares of the step that a GPU idles: on average, and the one with the most to do."""
+    """Shares of the step that a GPU waits for others or for what it sends: on average, and the one with the most to
+    do."""
 
     __pydantic_config__: ClassVar[ConfigDict] = _STRICT
 
@@ -234,7 +235,7 @@ def _bubble(plan: Plan) -> Bubble:
     predicted, strategy = plan.predicted, plan.strategy
     return Bubble(
         average_share=predicted.bubble_fraction,
-        least_share=predicted.time_terms.get("bubble", 0.0) / predicted.step_time_s,
+        least_share=least_wait(plan),
         schedule=strategy.schedule if strategy.pipeline > 1 else "",
         micro_batches=strategy.micro_batches,
     )

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, Literal
 
-from autoplan.explain.text import heading, paragraph, percent, seconds, size
+from autoplan.explain.text import heading, paragraph, percent, rate, ratio, seconds, size
 from autoplan.plan import Alternative, Crossing, OtherAnswer, Plan, Strategy
 
 if TYPE_CHECKING:
@@ -146,17 +146,17 @@ def _on(plan: Plan, other: Alternative) -> str:
 def _there(plan: Plan, strategy: Strategy, step_s: float) -> tuple[Kind, str]:
     """Whether a plan that fits with more memory is chosen over this one, and the sentence with the reason."""
     own, here_s = plan.strategy, plan.predicted.step_time_s
-    ratio = step_s / here_s
-    pace = f"{percent(abs(ratio - 1))} {'less' if ratio < 1 else 'more'} than this plan"
-    pace = f"{ratio:.1f} times as long as this plan" if ratio >= 2 else pace
+    longer = step_s / here_s
+    pace = f"{percent(abs(longer - 1))} {'less' if longer < 1 else 'more'} than this plan"
+    pace = f"{longer:,.1f} times as long as this plan" if longer >= 2 else pace
     told = f"{strategy.describe()}, {seconds(step_s)} a step, {pace}"
-    if ratio * (1 + AS_FAST) < 1:
+    if longer * (1 + AS_FAST) < 1:
         return "chosen", told
-    if _same_degrees(own, strategy) and own.zero_stage and not strategy.zero_stage and ratio < 1 + SHARDING_GAIN:
+    if _same_degrees(own, strategy) and own.zero_stage and not strategy.zero_stage and longer < 1 + SHARDING_GAIN:
         return "chosen", f"{told}; whole state is preferred unless sharding it gains more than {SHARDING_GAIN:.0%}"
-    if ratio <= 1 + AS_FAST and _parallelism(strategy) < _parallelism(own):
+    if longer <= 1 + AS_FAST and _parallelism(strategy) < _parallelism(own):
         return "chosen", f"{told}; within {AS_FAST:.0%} less parallelism is preferred"
-    if ratio < 1:
+    if longer < 1:
         return "fits", f"{told}, too little for more parallelism to be preferred"
     return "fits", f"{told}, and so not preferred"
 
@@ -199,9 +199,9 @@ def _links(plan: Plan, crossing: Crossing) -> Threshold:
         verdict = "none of the plans above gets ahead of this one by enough to be chosen"
     else:
         beyond = "or more" if times > 1 else "or less"
-        condition = f"with about {crossing.value / 1e9:.3g} GB/s a GPU {where} ({times:.2g} times what it is) {beyond}"
+        condition = f"with about {rate(crossing.value)} a GPU {where} ({ratio(times)} times what it is) {beyond}"
         if plan.cluster.groups:  # which have links of their own
-            condition = f"with links {where} about {times:.2g} times as fast {beyond}"
+            condition = f"with links {where} about {ratio(times)} times as fast {beyond}"
         verdict = (
             f"{strategy.describe()}, {seconds(step_s)} a step there, over {margin(plan, strategy):.0%} less than "
             f"this plan there ({seconds(plan.predicted.step_time_s)} here)"

@@ -118,10 +118,11 @@ def _simulated(plan: Plan) -> str:
     timed = f"The schedule simulator, which gives the step time above, timed {nearest}"
     if proven.simulated_gap <= 1e-9:
         return f"{timed}: no candidate's step is shorter than the plan's."
-    optimal = ", so that the proof above is of the closed form alone" if proven.status == "optimal" else ""
+    optimal = "That is proven of the closed form alone. " if proven.status == "optimal" else ""
     return (
-        f"{timed}: it is proven that no candidate's step is shorter than {seconds(proven.lower_bound_s)}, "
-        f"{percent(proven.simulated_gap)} less than the plan's, and no more than that{optimal}."
+        f"{optimal}{timed}; of it a weaker bound is proven: no candidate's step is shorter than "
+        f"{seconds(proven.lower_bound_s)}, {percent(proven.simulated_gap)} less than the plan's. Whether one lies "
+        "between is open."
     )
 
 

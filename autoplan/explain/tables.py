@@ -48,11 +48,12 @@ def _axis(plan: Plan, axis: Axis) -> Iterator[tuple[str, str]]:
 
 @dataclass(frozen=True, slots=True)
 class _Row:
-    """Stages ``first`` to ``last``, alike."""
+    """Stages ``first`` to ``last``, alike but for their memory: ``stage`` is the fullest, ``least_bytes`` the least."""
 
     first: int
     last: int
     stage: Stage
+    least_bytes: float
 
 
 def stages(plan: Plan) -> list[str]:
@@ -76,21 +77,33 @@ def stages(plan: Plan) -> list[str]:
             f"{seconds(stage.forward_s + stage.backward_s):>8}  {_memory_bar(stage, capacity)} "
             f"{percent(stage.peak_memory_bytes / capacity):>6}"
         )
+        if size(row.least_bytes) != size(stage.peak_memory_bytes):
+            lines.append(
+                f"{'':>7} memory from {size(row.least_bytes)} to {size(stage.peak_memory_bytes)} a stage; the bar is "
+                "the fullest's"
+            )
         if stage.device:
             lines.append(f"{'':>7} on {stage.device}")
         if set(stage.recompute) - {"none"}:
             lines.append(f"{'':>7} recompute: {_recompute(stage)}")
     if plan.strategy.pipeline > 1:
-        strategy, bubble = plan.strategy, percent(plan.predicted.bubble_fraction)
-        least = percent(plan.predicted.time_terms.get("bubble", 0.0) / plan.predicted.step_time_s)
-        number = strategy.micro_batches
+        strategy, number = plan.strategy, plan.strategy.micro_batches
         run = "1 micro-batch" if number == 1 else f"{number} micro-batches"
         lines += paragraph(
             f"{run} of {strategy.micro_batch_size} {'runs' if number == 1 else 'run'} through the stages "
-            f"({strategy.schedule}); on average a GPU idles {bubble} of the step (the bubble), "
-            f"the one with the most to do {least}."
+            f"({strategy.schedule}); a GPU waits for others, or for what it sends, for "
+            f"{percent(plan.predicted.bubble_fraction)} of the step on average, and for {percent(least_wait(plan))} "
+            "where there is the most to do."
         )
     return lines
+
+
+def least_wait(plan: Plan) -> float:
+    """The share of the step that the GPU with the most to do waits; ``bubble_fraction`` is the same of all on
+    average."""
+    micro, ranks = plan.strategy.micro_batches, plan.strategy.pipeline
+    works = [micro * (s.forward_s + s.backward_s) + s.synchronise_s + s.optimizer_s for s in plan.stages]
+    return max(0.0, 1 - max(sum(works[rank::ranks]) for rank in range(ranks)) / plan.predicted.step_time_s)
 
 
 def _spare() -> int:
@@ -105,20 +118,28 @@ def _names_room() -> int:
 
 def _rows(plan: Plan) -> list[_Row]:
     rows: list[_Row] = []
-    merge = len(plan.stages) > _MOST_ROWS
+    merge, shares = len(plan.stages) > _MOST_ROWS, work_shares(plan)
     for index, stage in enumerate(plan.stages):
-        if merge and rows and _alike(rows[-1].stage, stage):
-            # The fullest of the run stands for it.
-            shown = max(rows[-1].stage, stage, key=lambda s: s.peak_memory_bytes)
-            rows[-1] = _Row(rows[-1].first, index, shown)
+        if merge and rows and _shown(plan.stages[index - 1], shares[index - 1]) == _shown(stage, shares[index]):
+            last = rows[-1]
+            # The fullest of the run stands for it, and the row says how full the others are.
+            fullest = max(last.stage, stage, key=lambda s: s.peak_memory_bytes)
+            rows[-1] = _Row(last.first, index, fullest, min(last.least_bytes, stage.peak_memory_bytes))
         else:
-            rows.append(_Row(index, index, stage))
+            rows.append(_Row(index, index, stage, stage.peak_memory_bytes))
     return rows
 
 
-def _alike(one: Stage, other: Stage) -> bool:
-    same = (one.parameters, one.recompute, one.device) == (other.parameters, other.recompute, other.device)
-    return same and abs(one.forward_s - other.forward_s) <= 1e-6 * one.forward_s
+def _shown(stage: Stage, share: float) -> tuple[object, ...]:
+    """What a row shows of a stage but for its memory."""
+    return (
+        stage.last_layer - stage.first_layer,
+        count(stage.parameters),
+        percent(share),
+        seconds(stage.forward_s + stage.backward_s),
+        stage.recompute,
+        stage.device,
+    )
 
 
 def _layers(plan: Plan, row: _Row, room: int) -> str:
@@ -127,8 +148,9 @@ def _layers(plan: Plan, row: _Row, room: int) -> str:
     number = last - first + 1
     if number == 1:
         return _short(names[first])
-    if row.first != row.last:
-        return f"{row.last - row.first + 1} stages x {number // (row.last - row.first + 1)} layers"
+    if row.first < row.last:
+        each = number // (row.last - row.first + 1)
+        return f"{row.last - row.first + 1} stages x {each} {'layer' if each == 1 else 'layers'}"
     return _ends(_short(names[first]), _short(names[last]), f" ({number})", room)
 
 

@@ -11,6 +11,8 @@ from contextvars import ContextVar
 WIDTH, WIDEST, WIDEST_TEXT = 80, 160, 100
 _BINARY = ((2**40, "TiB"), (2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB"))
 _COUNTS = ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k"))
+_ROUNDED_UP = 0.9995  # of a unit: what three digits show as 1000 of the one below
+_AS_TIMES = 3.0  # of what it was: percentages of more are no longer read
 
 
 _width: ContextVar[int] = ContextVar("columns", default=WIDTH)
@@ -49,9 +51,30 @@ def seconds(value: float) -> str:
 def count(value: float) -> str:
     """A number, such as ``8.03 B``."""
     for unit, name in _COUNTS:
-        if value >= unit:
-            return f"{value / unit:.3g} {name}"
+        if value >= unit * _ROUNDED_UP:
+            return f"{_three(value / unit)} {name}"
     return f"{value:.0f}"
+
+
+def rate(value: float) -> str:
+    """Bytes per second, such as ``1,050 GB/s``: of links, by the unit that data sheets have."""
+    return f"{_three(value / 1e9)} GB/s"
+
+
+def ratio(value: float) -> str:
+    """How many times, such as ``1.5`` or ``1,900``."""
+    return _three(value, 2)
+
+
+def change(before: float, after: float) -> str:
+    """By how much ``after`` is more, such as ``+12.3%``; of what is several times as much, ``42.1 times``."""
+    times = after / before
+    return f"{times - 1:+.1%}" if times < _AS_TIMES else f"{_three(times)} times"
+
+
+def _three(value: float, digits: int = 3) -> str:
+    """So many digits that count, and all those before the point: never a power of ten."""
+    return f"{value:.{digits}g}" if abs(value) < 10**digits - 0.5 and abs(value) >= 1e-4 else f"{value:,.0f}"
 
 
 def percent(value: float) -> str:

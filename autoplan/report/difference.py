@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from autoplan.explain.text import WIDTH, count, heading, paragraph, seconds, size
+from autoplan.explain.text import change as told
 from autoplan.plan import Plan, Stage
 
 # Relative: figures that are nearer than this are equal (sums in another order).
@@ -153,19 +154,23 @@ def as_text(before: Plan, after: Plan, names: tuple[str, str]) -> str:
 
 def _verdict(before: Plan, after: Plan, found: Difference) -> str:
     one, two = before.predicted, after.predicted
-    time = two.step_time_s / one.step_time_s - 1
-    memory = two.peak_memory_bytes - one.peak_memory_bytes
+    memory, longer = two.peak_memory_bytes - one.peak_memory_bytes, told(one.step_time_s, two.step_time_s)
     said = [
         f"{before.strategy.describe()} became {after.strategy.describe()}."
         if before.strategy.describe() != after.strategy.describe()
         else f"Both are {after.strategy.describe()}.",
-        f"A step takes {seconds(two.step_time_s)} instead of {seconds(one.step_time_s)} ({time:+.1%}), the fullest GPU "
-        f"{size(two.peak_memory_bytes)} instead of {size(one.peak_memory_bytes)} "
+        f"A step takes {seconds(two.step_time_s)} instead of {seconds(one.step_time_s)} ({longer}), the "
+        f"fullest GPU {size(two.peak_memory_bytes)} instead of {size(one.peak_memory_bytes)} "
         f"({'-' if memory < 0 else '+'}{size(abs(memory))}).",
     ]
     if before.gpus_used != after.gpus_used:
         spent = [plan.gpus_used * plan.predicted.step_time_s / plan.global_batch for plan in (before, after)]
-        said.append(f"GPU-seconds a sample: {spent[1]:.3g} instead of {spent[0]:.3g} ({spent[1] / spent[0] - 1:+.1%}).")
+        said.append(f"GPU time a sample: {seconds(spent[1])} instead of {seconds(spent[0])} ({told(*spent)}).")
+    asked = {change.name for change in found.inputs}
+    if asked & {"model.name", "model.fingerprint"}:
+        names = dict.fromkeys((before.model.name, after.model.name))
+        alike = f"both called {before.model.name}" if len(names) == 1 else " and ".join(names)
+        said.insert(0, f"These are plans of different models, {alike}.")
     if found.inputs:
         said.append("The questions differ, so that the times are not of like things.")
     return " ".join(said)
@@ -174,7 +179,7 @@ def _verdict(before: Plan, after: Plan, found: Difference) -> str:
 def _row(change: Change, shown: Callable[[str, Any], str]) -> list[str]:
     before, after = (shown(change.name, value) for value in (change.before, change.after))
     measured = isinstance(change.before, float) or isinstance(change.after, float)
-    relative = f"{change.relative:+.1%}" if measured and change.relative is not None else ""
+    relative = told(change.before, change.after) if measured and change.relative is not None else ""
     name = change.name.replace("_bytes", "").replace("_per_s", "/s").removesuffix("_s").replace("_", " ")
     line = f"  {name:<26} {before:>16} -> {after:<16} {relative:>9}"
     if len(line) <= WIDTH:

@@ -5,10 +5,13 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
+from autoplan.cli.application import application
 from autoplan.cluster import Cluster
 from autoplan.explain.text import size
 from autoplan.plan import Plan
@@ -183,3 +186,26 @@ def test_names_near_a_layers_are_offered(name: str, near: str, plan: Plan) -> No
     with pytest.raises(PlanFileError) as caught:
         one_layer(plan, dataclasses.replace(layers, layers=named), layers.kinds, (), name)
     assert caught.value.attempt == f"--layer {near}"
+
+
+# ------------------------------------------------------------------------------------------------ on a terminal
+
+
+@pytest.mark.parametrize(
+    ("variables", "coloured"),
+    [({}, False), ({"FORCE_COLOR": "1"}, True), ({"FORCE_COLOR": "1", "NO_COLOR": "1"}, False)],
+)
+@pytest.mark.parametrize("command", ["explain", "diff", "show --timeline"])
+def test_colour_is_for_terminals_and_for_those_who_want_it(
+    monkeypatch: pytest.MonkeyPatch, variables: dict[str, str], coloured: bool, command: str
+) -> None:
+    file = str(Path(__file__).parents[1] / "report" / "data" / "plan-revision-6.json")
+    other = file.replace("-6", "-4")
+    for name in ("FORCE_COLOR", "NO_COLOR"):
+        monkeypatch.delenv(name, raising=False)
+    plain = CliRunner().invoke(application, [*command.split(), file, *([other] if command == "diff" else [])]).stdout
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    shown = CliRunner().invoke(application, [*command.split(), file, *([other] if command == "diff" else [])]).stdout
+    assert bool(re.search("\x1b\\[[0-9;]*3[0-9]m", shown)) == coloured
+    assert "\x1b" not in plain and re.sub("\x1b\\[[0-9;]*m", "", shown) == plain

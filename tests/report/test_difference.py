@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 
 import pytest
 
@@ -76,6 +77,17 @@ def test_another_question_is_said(one: Plan) -> None:
 def test_the_text_keeps_80_columns_and_says_the_cost(one: Plan, two: Plan) -> None:
     text = as_text(one, two, ("one.json", "two.json"))
     assert max(map(len, text.splitlines())) <= 80 and text.isascii()
-    assert "A step takes" in text and "GPU-seconds a sample" in " ".join(text.split())
+    assert "A step takes" in text and "GPU time a sample" in " ".join(text.split())
     rows = [line.split() for line in text.splitlines()]
     assert ["data", "2", "->", "4"] in rows
+
+
+def test_plans_of_different_models_are_said_to_be_so(one: Plan) -> None:
+    """And what is many times as much is said in times: 4207369.4% is no figure to read."""
+    slow = dataclasses.replace(one.predicted, step_time_s=one.predicted.step_time_s * 42_074.694)
+    other = dataclasses.replace(one, model=dataclasses.replace(one.model, name="gpt", fingerprint="x"), predicted=slow)
+    text = " ".join(as_text(one, other, ("a", "b")).split())
+    assert f"These are plans of different models, {one.model.name} and gpt." in text
+    assert "(42,075 times)" in text and not re.search(r"\d{5}\.\d%", text)
+    renamed = dataclasses.replace(one, model=dataclasses.replace(one.model, fingerprint="x"))
+    assert f"different models, both called {one.model.name}." in " ".join(as_text(one, renamed, ("a", "b")).split())
