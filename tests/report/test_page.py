@@ -5,17 +5,21 @@ from __future__ import annotations
 
 import base64
 import dataclasses
+import functools
 import hashlib
 import itertools
 import json
 import re
+from collections.abc import Iterator
 from html.parser import HTMLParser
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from autoplan.explain.text import seconds, size
 from autoplan.plan import OtherAnswer, Plan, Strategy
-from autoplan.report import machines, scatter
+from autoplan.report import machines, model_graph, scatter
 from autoplan.report.machines import crosses_nodes
 from autoplan.report.page import page
 from autoplan.search import search
@@ -107,11 +111,55 @@ def test_every_layer_and_gpu_is_drawn_once_coloured_by_its_stage(plan: Plan) -> 
     assert html.count('<path class="edge"') == len(plan.model.layers) - len(plan.stages)
 
 
+def branching(plan: Plan, edges: tuple[tuple[int, int], ...]) -> Plan:
+    return dataclasses.replace(plan, model=dataclasses.replace(plan.model, edges=edges))
+
+
 def test_branches_are_joined_as_the_model_joins_them(plan: Plan) -> None:
     edges = ((0, 1), (0, 2), (1, 5), (2, 3), (3, 4), (4, 5), (5, 6), (6, 7))
-    branching = dataclasses.replace(plan, model=dataclasses.replace(plan.model, edges=edges))
-    html = page(branching)
-    assert html.count('<path class="cut"') + html.count('<path class="edge"') == len(edges)
+    drawn = model_graph.picture(branching(plan, edges))
+    assert sum(arrow.ends for arrow in drawn.arrows) == len(edges)
+    stage_of = [box.stage for box in drawn.boxes]
+    assert sum(a.ends for a in drawn.arrows if a.cut) == sum(stage_of[one] != stage_of[other] for one, other in edges)
+    assert f"also read by {plan.model.layers[2]}" in drawn.boxes[0].title
+    assert page(branching(plan, edges)).count("<path class=") >= len(drawn.arrows)
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    edges=st.sets(
+        st.tuples(st.integers(0, 39), st.integers(0, 39)).map(lambda pair: (min(pair), max(pair))), min_size=1
+    )
+)
+def test_arrows_of_any_graph_go_around_boxes_and_end_at_those_that_read(edges: set[tuple[int, int]]) -> None:
+    plan = forty_layers()
+    drawn = model_graph.picture(branching(plan, tuple(sorted((a, b) for a, b in edges if a != b) or [(0, 1)])))
+    for arrow in drawn.arrows:
+        for (x, y), (to_x, to_y) in segments(arrow.path):
+            for box in drawn.boxes:
+                inside = box.x < max(x, to_x) and min(x, to_x) < box.x + box.width
+                assert not (inside and box.y < max(y, to_y) - 0.2 and min(y, to_y) + 0.2 < box.y + box.height)
+    wanted = {(a, b) for a, b in edges if b > a + 1}
+    read = {one: {other for a, other in wanted if a == one} for one, _ in wanted}
+    ends = sum(arrow.ends for arrow in drawn.arrows if arrow.path.count("L"))
+    assert ends == sum(map(len, read.values()))
+    assert sum(arrow.path.count("L") for arrow in drawn.arrows) == 2 * ends  # a head an end
+
+
+@functools.cache
+def forty_layers() -> Plan:
+    return search(problem([Dense(elements=20_000_000)] * 40, cluster(4), forced={"pipeline": 4, "schedule": "1f1b"}))
+
+
+def segments(path: str) -> Iterator[tuple[tuple[float, float], tuple[float, float]]]:
+    """The straight pieces of an SVG path of M, H, V and L."""
+    at = (0.0, 0.0)
+    for step, numbers in re.findall(r"([MHVL])([-\d. ]+)", path):
+        values = [float(value) for value in numbers.split()]
+        to = {"H": (values[0], at[1]), "V": (at[0], values[0])}.get(step) or (values[0], values[1])
+        if step != "M":
+            yield at, to
+        at = to
 
 
 @pytest.mark.parametrize(
@@ -140,8 +188,33 @@ def test_what_lost_is_a_point_of_its_time_and_memory(plan: Plan) -> None:
         if step and later:
             assert (step < later) == (one.y > other.y) or step == later
             assert (peak < more) == (one.x < other.x) or peak == more
-    limit = scatter.picture(plan).capacity_x
+    ((limit, _),) = scatter.picture(plan).capacities
     assert all(point.x <= limit if point.fits else point.x > limit for point in points)
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    step_s=st.floats(1e-5, 1e3),
+    peak=st.floats(1e7, 80e9),
+    others=st.lists(st.tuples(st.floats(1.0, 300.0), st.floats(1e7, 80e9)), max_size=8),
+)
+def test_the_axes_have_a_few_round_marks_inside_the_picture(
+    step_s: float, peak: float, others: list[tuple[float, float]]
+) -> None:
+    plan = forty_layers()
+    predicted = dataclasses.replace(plan.predicted, step_time_s=step_s, peak_memory_bytes=peak)
+    (one, *_) = plan.alternatives
+    lost = tuple(
+        dataclasses.replace(one, step_time_s=step_s * times, peak_memory_bytes=held, short_by_bytes=0.0)
+        for times, held in others
+    )
+    drawn = scatter.picture(dataclasses.replace(plan, predicted=predicted, alternatives=lost))
+    assert 2 <= len(drawn.up) <= 7 and 3 <= len(drawn.across) <= 12
+    assert all(scatter.TOP <= y <= scatter.HEIGHT - scatter.BOTTOM for y, _ in drawn.up)
+    assert all(scatter.LEFT <= x <= scatter.WIDTH - scatter.RIGHT for x, _ in drawn.across)
+    heights = sorted(y for y, _ in drawn.up)
+    assert all(below - above > 20 for above, below in itertools.pairwise(heights))  # labels do not touch
+    assert len({label for _, label in drawn.up}) == len(drawn.up)
 
 
 def test_what_would_change_the_decision_is_said(plan: Plan) -> None:
