@@ -107,7 +107,7 @@ class Application(_PlainFlags, TyperGroup):
             except Exception as error:
                 command = f"autoplan {self.called}" if self.called else "autoplan"
                 words = sys.argv[1:] if args is None else args
-                code = _report(error, command, json=self.called != "run" and "--json" in words)  # run's is the script's
+                code = _report(error, command, json="--json" in _ours(words))
         except BrokenPipeError:
             code = _print_no_more(CLOSED_PIPE)
         except SystemExit as ended:  # rich and typer, which print the help, say 1 of a closed pipe: a no
@@ -115,6 +115,11 @@ class Application(_PlainFlags, TyperGroup):
                 raise
             code = _print_no_more(CLOSED_PIPE)
         sys.exit(code if isinstance(code, int) else 0)
+
+
+def _ours(words: Sequence[str]) -> Sequence[str]:
+    """The words of a command line that are not a script's."""
+    return words[: words.index("--")] if "--" in words else words
 
 
 def _of_closed_pipe(ended: SystemExit) -> bool:

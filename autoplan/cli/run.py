@@ -5,13 +5,17 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 import re
+import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from autoplan.cli import completions
+from autoplan.cli import completions, console
 from autoplan.errors import ClusterError, ModelError
 
 
@@ -31,6 +35,9 @@ def run(
     max_restarts: Annotated[
         int, typer.Option("--max-restarts", min=0, metavar="N", help="Go on without failed ranks, at most N times.")
     ] = 0,
+    json: Annotated[
+        bool, typer.Option("--json", help="Print how it ended as one JSON object; the script's output goes to stderr.")
+    ] = False,
 ) -> None:
     """Run a script on local processes, one a GPU. What follows `--` goes to the script untouched.
 
@@ -54,7 +61,28 @@ def run(
         kind=gpus.strip().removeprefix("+").lstrip("0123456789"),
         max_restarts=max_restarts,
     )
-    raise typer.Exit(supervise(job, processes))
+    with _output_beside(json):
+        code = supervise(job, processes)
+    if json:
+        ended = {"exit_code": code, "script": script, "device": chosen, "processes": processes}
+        console.result_json({"schema": 1, **ended})
+    raise typer.Exit(code)
+
+
+@contextlib.contextmanager
+def _output_beside(json: bool) -> Iterator[None]:
+    """What processes that are started inside print goes to stderr where ``json`` has stdout."""
+    if not json:
+        yield
+        return
+    sys.stdout.flush()
+    kept = os.dup(1)
+    try:
+        os.dup2(2, 1)
+        yield
+    finally:
+        os.dup2(kept, 1)
+        os.close(kept)
 
 
 def _processes(gpus: str) -> int:

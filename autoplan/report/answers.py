@@ -244,6 +244,15 @@ class Imported(Answer):
     notes: list[str]
 
 
+class Ran(Answer):
+    """How a script ended: with the exit code of the process that failed first, or 0."""
+
+    exit_code: int
+    script: str
+    device: Literal["cpu", "cuda"]
+    processes: int
+
+
 class Preset(TypedDict):
     __pydantic_config__ = _WHOLE  # type: ignore[misc]
 
@@ -354,6 +363,7 @@ ANSWERS: dict[str, Any] = {
     "emit": Emitted,
     "export": Exported,
     "import": Imported,
+    "run": Ran,
     "models": Models,
     "clusters": Clusters,
     "doctor": Examined,

@@ -6,7 +6,7 @@ from __future__ import annotations
 import copy
 import json
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +14,12 @@ import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
+from autoplan.cli.options import STRATEGY_KEYS, parse_strategy
 from autoplan.cluster import Cluster
 from autoplan.errors import AutoplanError, ClusterError, ModelError
+from autoplan.plan import Plan
+from autoplan.search import Problem, predict
+from tests.search import test_context, test_expert
 
 FEW = settings(max_examples=25, deadline=None, suppress_health_check=list(HealthCheck))
 MANY = settings(max_examples=2000, deadline=None, suppress_health_check=list(HealthCheck))
@@ -212,15 +216,41 @@ def test_texts_that_are_no_model_configs(tmp_path_factory: pytest.TempPathFactor
 TOOLS: list[tuple[str, dict[str, Any]]] = [
     ("deepspeed", {"train_batch_size": 64, "train_micro_batch_size_per_gpu": 4, "zero_optimization": {"stage": 2}}),
     ("accelerate", {"compute_environment": "LOCAL_MACHINE", "distributed_type": "MULTI_GPU", "num_processes": 8}),
-    ("transformers", {"tp_size": 2, "fsdp_size": 4, "per_device_train_batch_size": 2}),
+    ("transformers", {"tp_size": 2, "fsdp_size": 4, "per_device_train_batch_size": 2, "torch_compile": True}),
+    (
+        "accelerate",
+        {
+            "compute_environment": "LOCAL_MACHINE",
+            "distributed_type": "FSDP",
+            "num_processes": 16,
+            "parallelism_config": {"parallelism_config_tp_size": 2, "parallelism_config_cp_size": 4},
+            "dynamo_config": {"dynamo_backend": "INDUCTOR"},
+        },
+    ),
+    (
+        "torchtitan",
+        {
+            "parallelism": {
+                "data_parallel_shard_degree": 4,
+                "tensor_parallel_degree": 2,
+                "context_parallel_degree": 2,
+                "expert_parallel_degree": 4,
+                "pipeline_parallel_degree": 2,
+                "pipeline_parallel_schedule": "Interleaved1F1B",
+            },
+            "training": {"local_batch_size": 2, "global_batch_size": 32, "seq_len": 4096},
+            "compile": {"enable": True, "components": ["model", "loss"]},
+        },
+    ),
 ]
 
 
 def check_tool(tool: str, data: dict[str, Any], folder: Path) -> None:
     from autoplan.export.read import read_file
 
-    file = folder / f"{tool}.json"
-    file.write_text(json.dumps(data), encoding="utf-8")
+    file = folder / (f"{tool}.toml" if tool == "torchtitan" else f"{tool}.json")
+    lines = "\n".join(f"{json.dumps(str(key))} = {toml(value)}" for key, value in data.items())
+    file.write_text(lines if tool == "torchtitan" else json.dumps(data), encoding="utf-8", errors="replace")
     try:
         imported = read_file(file, tool).imported
     except AutoplanError as error:
@@ -232,6 +262,7 @@ def check_tool(tool: str, data: dict[str, Any], folder: Path) -> None:
     assert imported.strategy.get("zero_stage", 0) in (0, 1, 2, 3)
     assert imported.gpus is None or imported.gpus >= 1
     assert imported.global_batch is None or imported.global_batch >= 1
+    assert isinstance(imported.compiled, bool)
 
 
 @st.composite
@@ -251,3 +282,41 @@ def test_other_tools_files(tmp_path_factory: pytest.TempPathFactory, case: tuple
 @given(tools())
 def test_many_of_other_tools_files(tmp_path_factory: pytest.TempPathFactory, case: tuple[str, dict[str, Any]]) -> None:
     check_tool(*case, tmp_path_factory.getbasetemp())
+
+
+KEYS = st.one_of(
+    st.sampled_from([*STRATEGY_KEYS, "compiled", "zero"]),
+    st.sampled_from(["context", "expert", "data", "tensor", "pipeline", "virtual_stages", "schedule", "stages"]),
+)
+ASKED = st.one_of(
+    st.integers(-2, 17).map(str),
+    st.sampled_from(["1|2", "<=4", "!=3", "1f1b", "interleaved", "zero_bubble", "full", "true", "10%", "0-3", ""]),
+    st.text(max_size=6),
+)
+PARTS = st.lists(st.tuples(KEYS, st.sampled_from(["=", "<=", ">", ""]), ASKED).map("".join), min_size=1, max_size=4)
+
+
+def check_strategy(texts: list[str], question: Callable[..., Problem]) -> None:
+    """What is accepted is obeyed, and its plan is one that can be read again."""
+    try:
+        forced = parse_strategy(texts)
+        plan = predict(question(**forced))
+    except AutoplanError as error:
+        assert error.what and error.exit_code in (1, 2)
+        return
+    whole = ("data", "tensor", "pipeline", "context", "expert", "virtual_stages", "zero_stage", "micro_batch_size")
+    assert all(getattr(plan.strategy, key) == forced[key] for key in whole if isinstance(forced.get(key), int))
+    assert Plan.from_json(plan.to_json()) == plan
+
+
+@settings(FEW, max_examples=40)
+@given(PARTS, st.sampled_from([test_context.problem, test_expert.problem]))
+def test_strategies(texts: list[str], question: Callable[..., Problem]) -> None:
+    check_strategy(texts, question)
+
+
+@pytest.mark.wide
+@MANY
+@given(PARTS, st.sampled_from([test_context.problem, test_expert.problem]))
+def test_many_strategies(texts: list[str], question: Callable[..., Problem]) -> None:
+    check_strategy(texts, question)

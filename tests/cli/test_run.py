@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -61,3 +62,16 @@ def test_what_cannot_run_is_said_before_anything_starts(script: str, arguments: 
     assert finished.returncode == 2
     assert finished.stderr.startswith("error: ") and message in finished.stderr
     assert "Traceback" not in finished.stderr
+
+
+@pytest.mark.parametrize("code", [0, 7])
+def test_json_is_alone_on_stdout(tmp_path: Path, code: int) -> None:
+    """What the script prints goes to stderr; a --json after -- is the script's."""
+    (tmp_path / "train.py").write_text("import sys\nprint(sys.argv[1:])\nsys.exit(int(sys.argv[1]))\n")
+    name = str(tmp_path / "train.py")
+    finished = run(name, "--gpus", "2", "--device", "cpu", "--json", "--", str(code), "--json")
+    ended = {"schema": 1, "exit_code": code, "script": name, "device": "cpu", "processes": 2}
+    assert finished.returncode == code and json.loads(finished.stdout) == ended
+    assert finished.stderr.count(f"['{code}', '--json']") >= 1
+    plain = run(name, "--gpus", "1", "--device", "cpu", "--", "0", "--json")
+    assert plain.stdout == "['0', '--json']\n"

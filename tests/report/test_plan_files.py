@@ -13,13 +13,16 @@ import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
+from autoplan.cluster import Cluster
 from autoplan.consistency import first_problem
 from autoplan.errors import AutoplanError, PlanFileError
 from autoplan.plan import Plan
 from autoplan.report import step, terminal, trace
 from autoplan.report.page import page
-from autoplan.search import search
+from autoplan.search import predict, search
+from tests.search import test_context, test_expert
 from tests.support.layer_graphs import Dense, cluster, problem
+from tests.support.plans import of_revision, sealed
 
 
 def planned(**forced: object) -> Plan:
@@ -27,7 +30,16 @@ def planned(**forced: object) -> Plan:
     return search(problem(layers, cluster(8), forced={"schedule": "1f1b", **forced}))
 
 
-PLANS = [planned(pipeline=2, data=2, zero_stage=1).to_dict(), planned(pipeline=4, recompute="full").to_dict()]
+# Of every field: crossings of links and of memory where nothing is forced, torch.compile, context and expert degrees.
+PLANS = [
+    planned(pipeline=2, data=2, zero_stage=1).to_dict(),
+    planned(pipeline=4, recompute="full").to_dict(),
+    search(problem([Dense(elements=1_200_000_000)] * 12, Cluster.parse("2x4xA100-80GB"))).to_dict(),
+    search(problem([Dense()] * 8, Cluster.parse("8xH100"), compiled=True)).to_dict(),
+    predict(test_context.problem(context=4, data=2, tensor=2, pipeline=1, zero_stage=1)).to_dict(),
+    predict(test_expert.problem(expert=8, zero_stage=1, data=16, tensor=1, pipeline=1)).to_dict(),
+]
+NEWER = ("crossings", "layer_kinds", "first_revision", "compiled", "context", "expert", "peak_flops", "revision")
 
 
 def paths(value: Any, at: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
@@ -51,7 +63,9 @@ DROP = object()
 def mutated(draw: st.DrawFn) -> str:
     which = draw(st.integers(0, len(PLANS) - 1))
     data = json.loads(TEXTS[which])
-    for path in draw(st.lists(st.sampled_from(PATHS[which]), min_size=1, max_size=2)):
+    newer = [path for path in PATHS[which] if set(path) & set(NEWER)]
+    places = st.one_of(st.sampled_from(PATHS[which]), st.sampled_from(newer))
+    for path in draw(st.lists(places, min_size=1, max_size=2)):
         place: Any = data
         try:
             for key in path[:-1]:
@@ -68,7 +82,20 @@ def mutated(draw: st.DrawFn) -> str:
             place.insert(path[-1], copy.deepcopy(old))
         else:
             del place[path[-1]]
-    return json.dumps(data)
+    return draw(st.sampled_from((json.dumps, _sealed, _older)))(data)
+
+
+def _sealed(data: dict[str, Any]) -> str:
+    """With a digest of its own, so that the parts themselves are asked."""
+    return sealed(data)
+
+
+def _older(data: dict[str, Any]) -> str:
+    """As a file that has none."""
+    try:
+        return of_revision(data, 4)
+    except (AttributeError, KeyError, TypeError):  # no group or cluster any more
+        return json.dumps(data)
 
 
 def whole(plan: Plan) -> None:
