@@ -6,7 +6,8 @@ data group ``Group(size=data, stride=tensor)``, pipeline neighbours are ``data x
 With n ranks, of which L stand in each of N nodes, every rank sends factor(n) x bytes through the bus (NCCL's
 performance notes): all-reduce 2(n-1)/n, all-gather and reduce-scatter (n-1)/n. A ring crosses each node boundary on L
 rails at once, so that its bus runs at min(intra, L x inter). Latency: a ring makes n - 1 steps a pass, a tree
-log2(N) + L - 1; NCCL takes the faster. All ``bytes`` are of the full tensor, all times seconds.
+log2(N) + L - 1; NCCL takes the faster. All ``bytes`` are of the full tensor, all times seconds. Those of an all-reduce,
+an all-gather and a reduce-scatter may be an array (:mod:`.arrays`): as many transfers, priced at once.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from typing import TYPE_CHECKING
 
 from autoplan.cluster import Cluster, Link
 from autoplan.cost_models import cpu
+from autoplan.cost_models.arrays import Number, chosen, smaller, some
 from autoplan.cost_models.compute import OperatorTime
 from autoplan.cost_models.software import EAGER, Software
 
@@ -86,36 +88,41 @@ def _fabric(intra: Link, inter: Link, gpus_per_node: int, size: int, stride: int
     )
 
 
-def all_reduce_s(cluster: Cluster, group: Group, bytes_: float) -> float:
+def all_reduce_s(cluster: Cluster, group: Group, bytes_: Number) -> Number:
     """Seconds to sum ``bytes_`` over the group, everyone getting the sum."""
-    if group.size == 1 or bytes_ == 0:
-        return 0.0
+    if group.size == 1 or not some(bytes_):
+        return 0.0 * bytes_
     if cluster.device.is_cpu:
-        return cpu.gloo_s("all_reduce", _gloo_link(cluster, group), ranks=group.size, bytes_=bytes_)
+        seconds = cpu.gloo_s("all_reduce", _gloo_link(cluster, group), ranks=group.size, bytes_=bytes_)
+        return chosen(bytes_ > 0, seconds, 0.0)
     fabric = group_on(cluster, size=group.size, stride=group.stride)
     n = group.size
     beta = 2 * (n - 1) / n * bytes_ / fabric.bus_bytes_per_s
     ring = 2 * _ring_latency_s(fabric) + beta
     tree = 2 * _tree_latency_s(fabric) + beta / _TREE_EFFICIENCY
-    return _BASE_S + min(ring, tree)
+    return chosen(bytes_ > 0, _BASE_S + smaller(ring, tree), 0.0)
 
 
-def all_gather_s(cluster: Cluster, group: Group, bytes_: float) -> float:
+def all_gather_s(cluster: Cluster, group: Group, bytes_: Number) -> Number:
     """Seconds until every rank has the whole of ``bytes_``, of which each began with its part."""
-    if group.size == 1 or bytes_ == 0:
-        return 0.0
+    return _one_pass_s("all_gather", cluster, group, bytes_)
+
+
+def reduce_scatter_s(cluster: Cluster, group: Group, bytes_: Number) -> Number:
+    """Seconds to sum ``bytes_`` over the group, each rank getting its part; the mirror of an all-gather."""
+    return _one_pass_s("reduce_scatter", cluster, group, bytes_)
+
+
+def _one_pass_s(name: cpu.Collective, cluster: Cluster, group: Group, bytes_: Number) -> Number:
+    if group.size == 1 or not some(bytes_):
+        return 0.0 * bytes_
     if cluster.device.is_cpu:
-        return cpu.gloo_s("all_gather", _gloo_link(cluster, group), ranks=group.size, bytes_=bytes_)
+        seconds = cpu.gloo_s(name, _gloo_link(cluster, group), ranks=group.size, bytes_=bytes_)
+        return chosen(bytes_ > 0, seconds, 0.0)
     fabric = group_on(cluster, size=group.size, stride=group.stride)
     n = group.size
-    return _BASE_S + _pass_latency_s(fabric) + (n - 1) / n * bytes_ / fabric.bus_bytes_per_s
-
-
-def reduce_scatter_s(cluster: Cluster, group: Group, bytes_: float) -> float:
-    """Seconds to sum ``bytes_`` over the group, each rank getting its part; the mirror of an all-gather."""
-    if cluster.device.is_cpu and group.size > 1 and bytes_:
-        return cpu.gloo_s("reduce_scatter", _gloo_link(cluster, group), ranks=group.size, bytes_=bytes_)
-    return all_gather_s(cluster, group, bytes_)
+    seconds = _BASE_S + _pass_latency_s(fabric) + (n - 1) / n * bytes_ / fabric.bus_bytes_per_s
+    return chosen(bytes_ > 0, seconds, 0.0)
 
 
 def all_to_all_s(cluster: Cluster, group: Group, bytes_: float) -> float:

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 
 from autoplan.cluster import Device
 from autoplan.cost_models import cpu
-from autoplan.cost_models.arrays import larger, some
+from autoplan.cost_models.arrays import Number, larger, some
 from autoplan.cost_models.attention import attention_time_s
 from autoplan.cost_models.gemm import gemm_time_s
 from autoplan.cost_models.precision import short_dtype
@@ -102,8 +102,9 @@ def _until_last_saved(kind: LayerKind) -> LayerKind:
     return dataclasses.replace(kind, operators=kind.operators[: products[-1]]) if products else kind
 
 
-def optimizer_step_s(elements: float, device: Device, *, bytes_per_element: float) -> float:
-    """Seconds of an element-wise optimizer step over ``elements`` parameters on this rank: fused, but on a CPU.
+def optimizer_step_s(elements: Number, device: Device, *, bytes_per_element: float) -> Number:
+    """Seconds of an element-wise optimizer step over ``elements`` parameters (a number, or many) on this rank: fused,
+    but on a CPU.
 
     ``bytes_per_element``: everything read and written for one parameter (:attr:`memory.Recipe.step_bytes`).
     """

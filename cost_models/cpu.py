@@ -38,6 +38,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Literal
 
 from autoplan.cluster import Device, Link
+from autoplan.cost_models.arrays import Number
 from autoplan.cost_models.precision import dtype_bytes
 
 if TYPE_CHECKING:
@@ -109,8 +110,8 @@ def attention_efficiency(key_length: int, *, causal: bool) -> float:
     return efficiency * blocks / (blocks + 1) if causal else efficiency
 
 
-def gloo_s(collective: Collective, link: Link, *, ranks: int, bytes_: float) -> float:
-    """Seconds of a collective of ``bytes_`` (the full tensor) among ``ranks`` processes over ``link``."""
+def gloo_s(collective: Collective, link: Link, *, ranks: int, bytes_: Number) -> Number:
+    """Seconds of a collective of ``bytes_`` (the full tensor, or many) among ``ranks`` processes over ``link``."""
     share = (ranks - 1) / ranks
     messages, passes = {
         "send": (1, 1.0),

@@ -32,7 +32,6 @@ from numpy.typing import NDArray
 from autoplan.cluster import Cluster
 from autoplan.cost_models.communication import Group, all_gather_s, all_reduce_s, reduce_scatter_s
 from autoplan.cost_models.contention import NOTHING, Held, held_by_ring, room_s
-from autoplan.cost_models.piecewise import at_values
 from autoplan.cost_models.software import EAGER, Software
 from autoplan.plan import Strategy
 
@@ -122,10 +121,10 @@ def exposed_times(
     if strategy.data == 1:
         nothing = np.zeros(len(layers))
         return nothing, nothing, nothing
-    many = _collectives(cluster, strategy, EAGER).at_values()
+    price = _collectives(cluster, strategy, EAGER)
     windows = (_window(cluster, strategy, 0.0, NOTHING), _window(cluster, strategy, backward_s, backward_held))
     pieces = np.maximum(layers, 1)
-    shown, _ = _shown(strategy, many, weight_bytes, gradient_bytes, pieces, windows, prefetch=False)
+    shown, _ = _shown(strategy, price, weight_bytes, gradient_bytes, pieces, windows, prefetch=False)
     forward, backward, step = (np.broadcast_to(seconds, np.shape(layers)) for seconds in shown)
     return forward, backward, step
 
@@ -147,23 +146,17 @@ def least_exposed_times(
         return np.zeros(len(backward_s)), np.zeros(len(backward_s))
     price = _collectives(cluster, strategy, EAGER)
     windows = (_window(cluster, strategy, 0.0, NOTHING), _window(cluster, strategy, backward_s, NOTHING))
-    if not isinstance(weight_bytes, float) or not isinstance(gradient_bytes, float):
-        price = price.at_values()
     shown, _ = _shown(strategy, price, weight_bytes, gradient_bytes, 1, windows, prefetch=False, exposed=_least_exposed)
     forward, backward, step = (np.broadcast_to(seconds, np.shape(backward_s)) for seconds in shown)
     return forward + backward, step
 
 
 class Collectives(NamedTuple):
-    """Seconds of a transfer of so many bytes over the data axis."""
+    """Seconds of a transfer of so many bytes over the data axis, or of many transfers."""
 
     all_reduce: Callable[[Any], Any]
     reduce_scatter: Callable[[Any], Any]
     all_gather: Callable[[Any], Any]
-
-    def at_values(self) -> Collectives:
-        """The same of many numbers of bytes at once."""
-        return Collectives(*(functools.partial(at_values, price) for price in self))
 
 
 def _collectives(cluster: Cluster, strategy: Strategy, software: Software) -> Collectives:

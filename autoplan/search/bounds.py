@@ -27,7 +27,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from autoplan.cost_models import communication
-from autoplan.cost_models.piecewise import at_values
 from autoplan.plan import Strategy
 from autoplan.search.degrees import Candidates
 from autoplan.search.listed_bounds import Parts, even_split_bounds
@@ -173,7 +172,8 @@ def _data_axis(
 def _hidden_tails_s(tables: Tables, elements: Floats, trainable: Floats) -> Floats:
     """The least tails of stages with so many parameters, however long their backward."""
     _, once = tables.least_data_axis(elements, trainable, np.full(len(elements), math.inf))
-    return once + at_values(tables.optimizer_s, trainable)
+    seconds: Floats = once + tables.optimizer_s(trainable)
+    return seconds
 
 
 def _short_bytes(space: Space, candidates: Candidates) -> Floats:

@@ -13,7 +13,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from autoplan import schedules
-from autoplan.cost_models.piecewise import at_values
 from autoplan.plan import Strategy
 from autoplan.search.chain import Chain
 from autoplan.search.listed import even_cuts, sends_s, stages_of
@@ -44,7 +43,7 @@ def least_step_s(space: Space, strategy: Strategy) -> float:
     ahead_s, behind_s, synchronise_s = tables.data_axes(
         elements, trainable, end - first, backward_s=np.diff(chain.backward[at])
     )
-    tails = synchronise_s + at_values(tables.optimizer_s, trainable)
+    tails = synchronise_s + tables.optimizer_s(trainable)
     weights: tuple[float, ...] = ()
     if strategy.schedule == "zero_bubble":
         weights = tuple(np.diff(chain.prefix(np.array(space.weight_gradients_s(strategy)))[at]).tolist())

@@ -284,13 +284,21 @@ def extend(base: Frontier, kind: int, number: int, choices: tuple[Choice, ...]) 
 @lru_cache(maxsize=4096)
 def _one_kind(number: int, choices: tuple[Choice, ...]) -> tuple[Floats, Floats, NDArray[np.int64]]:
     """Undominated points of ``number`` alike layers, and how many follow each choice."""
-    ranges = np.meshgrid(*[np.arange(number + 1)] * len(choices), indexing="ij")
-    counts = np.stack([axis.ravel() for axis in ranges], axis=1)
-    counts = counts[counts.sum(axis=1) <= number]
+    counts = _shares(number, len(choices))
     saved = counts @ np.array([c.saved_bytes for c in choices])
     extra = counts @ np.array([c.extra_s for c in choices])
     kept = _undominated(saved, extra)
     return saved[kept], extra[kept], counts[kept]
+
+
+@lru_cache(maxsize=64)
+def _shares(number: int, choices: int) -> NDArray[np.int64]:
+    """[n, C] every way to have up to ``number`` layers follow choices, in lexicographic order."""
+    if choices == 1:
+        return np.arange(number + 1)[:, None]
+    each = [_shares(number - taken, choices - 1) for taken in range(number + 1)]
+    first = np.repeat(np.arange(number + 1), [len(others) for others in each])
+    return np.concatenate((first[:, None], np.concatenate(each)), axis=1)
 
 
 def _undominated(saved: Floats, extra: Floats) -> NDArray[np.int64]:

@@ -46,6 +46,7 @@ class Savings:
 
     chain: Chain
     _frontiers: dict[tuple[int, ...], Frontier] = field(default_factory=dict, init=False)
+    _thresholds: dict[tuple[int, ...], list[int]] = field(default_factory=dict, init=False)
 
     @cached_property
     def windows(self) -> tuple[float, ...]:
@@ -70,8 +71,15 @@ class Savings:
     def least_extra_s(self, needs: Needs) -> Floats:
         """The least recompute seconds of every span; inf where no choice fits."""
         least = np.full(len(needs.first), math.inf)
-        for at in range(len(self.windows)):
-            least = np.minimum(least, self._least_within_s(at, needs, self._deficits(at, needs)))
+        deficits = [self._deficits(at, needs) for at in range(len(self.windows))]
+        if not self.chain.grouped:
+            for deficit, pieces in zip(deficits, self._pieces, strict=True):
+                least = np.minimum(least, pieces.least_extra_s(needs.first, needs.end, deficit))
+            return least
+        for same in _runs(needs.first * (self.chain.layers + 1) + needs.end):
+            held = self.chain.held_kinds(int(needs.first[same[0]]), int(needs.end[same[0]]))
+            for at in self._unlike(held):
+                least[same] = np.minimum(least[same], self._frontier(at, held).least_extras_s(deficits[at][same]))
         return least
 
     def least_in_part_s(self, needs: Needs) -> Floats:
@@ -85,15 +93,21 @@ class Savings:
     def policies(self, needs: Needs) -> tuple[str, ...]:
         """The policy of each layer of one span behind its least recompute."""
         deficits = [self._deficits(at, needs) for at in range(len(self.windows))]
-        each = [float(self._least_within_s(at, needs, deficit)[0]) for at, deficit in enumerate(deficits)]
-        at = min(range(len(each)), key=each.__getitem__)
-        first, end, deficit = int(needs.first[0]), int(needs.end[0]), float(deficits[at][0])
+        first, end = int(needs.first[0]), int(needs.end[0])
         answer = [self.chain.policies[0]] * (end - first)
         if not self.chain.grouped:
-            for layer, followed in self._pieces[at].policy_of(first, end, deficit).items():
+            each = [
+                float(pieces.least_extra_s(needs.first, needs.end, deficit)[0])
+                for deficit, pieces in zip(deficits, self._pieces, strict=True)
+            ]
+            at = min(range(len(each)), key=each.__getitem__)
+            for layer, followed in self._pieces[at].policy_of(first, end, float(deficits[at][0])).items():
                 answer[layer - first] = followed
             return tuple(answer)
-        counts = self._frontier(at, self.chain.held_kinds(first, end)).counts(deficit)
+        held = self.chain.held_kinds(first, end)
+        extra_s = {at: self._frontier(at, held).least_extra_s(float(deficits[at][0])) for at in self._unlike(held)}
+        at = min(extra_s, key=extra_s.__getitem__)
+        counts = self._frontier(at, held).counts(float(deficits[at][0]))
         for offset in range(len(answer)):
             mine = counts.get(int(self.chain.kinds[first + offset]), {})
             policy = next((p for p in self.chain.policies[1:] if mine.get(p)), None)
@@ -136,15 +150,6 @@ class Savings:
         deficit: Floats = needs.saved_bytes - left / needs.held
         return deficit
 
-    def _least_within_s(self, at: int, needs: Needs, deficit_bytes: Floats) -> Floats:
-        if not self.chain.grouped:
-            return self._pieces[at].least_extra_s(needs.first, needs.end, deficit_bytes)
-        found = np.zeros(len(deficit_bytes))
-        for same in _runs(needs.first * (self.chain.layers + 1) + needs.end):
-            held = self.chain.held_kinds(int(needs.first[same[0]]), int(needs.end[same[0]]))
-            found[same] = self._frontier(at, held).least_extras_s(deficit_bytes[same])
-        return found
-
     @cached_property
     def _pieces(self) -> list[Pieces]:
         kinds = self.chain.kinds.tolist()
@@ -158,13 +163,32 @@ class Savings:
             found.append(Prices(prices, self.chain.prefix(gains), self.chain.prefix(most)))
         return found
 
+    @cached_property
+    def _alike(self) -> list[tuple[int, ...]]:
+        """For each threshold how many choices of each kind are within it: those of a lower one are within a higher."""
+        return [
+            tuple(len(self.choices_of(kind, window)) for kind in range(len(self.chain.priced.kinds)))
+            for window in self.windows
+        ]
+
+    def _unlike(self, held: tuple[int, ...]) -> list[int]:
+        """The thresholds, the lowest of those that leave layers of the kinds that are held the same choices."""
+        kinds = tuple(kind for kind, number in enumerate(held) if number)
+        if kinds not in self._thresholds:
+            seen: dict[tuple[int, ...], int] = {}
+            for at, numbers in enumerate(self._alike):
+                seen.setdefault(tuple(numbers[kind] for kind in kinds), at)
+            self._thresholds[kinds] = list(seen.values())
+        return self._thresholds[kinds]
+
     def _frontier(self, at: int, held: tuple[int, ...]) -> Frontier:
         """What so many layers of each kind can save within a threshold. One kind after the other, so that spans that
         begin alike share their beginnings."""
         grown = NOTHING
+        begun: tuple[int, ...] = ()
         for kind, number in enumerate(held):
             if number:
-                begun = (at, *held[: kind + 1])
+                begun = (*begun, kind, number, self._alike[at][kind])
                 if begun not in self._frontiers:
                     own = self.choices_of(kind, self.windows[at])
                     self._frontiers[begun] = extend(grown, kind, number, own)

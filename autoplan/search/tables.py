@@ -26,8 +26,8 @@ from numpy.typing import NDArray
 
 from autoplan import schedules
 from autoplan.cost_models import communication, compute
+from autoplan.cost_models.arrays import Number, chosen
 from autoplan.cost_models.data_parallel import DataParallelTime, data_parallel_time, exposed_times, least_exposed_times
-from autoplan.cost_models.piecewise import at_values
 from autoplan.cost_models.recipes import Recipe
 from autoplan.search.pricing import StateCosts
 from autoplan.search.savings import Needs
@@ -173,7 +173,7 @@ class Tables(StageSends):
         """Seconds after the last backward: synchronisation of gradients, the optimizer, tied copies."""
         first, end = self.rows
         synchronise = self._exposed[2]
-        step = at_values(self.optimizer_s, self.trainable)
+        step = self.optimizer_s(self.trainable)
         for group, apart in self.chain.shares_tied(first, end) if self.strategy.pipeline > 1 else ():
             synchronise = synchronise + np.where(apart, self.tied_s(group.elements), 0.0)
         return synchronise + step
@@ -284,14 +284,13 @@ class Tables(StageSends):
         needed = self.resident + (1 + self.states.reserve) * moment
         return self._dense(self.spans, needed[self._alike[2]])
 
-    def optimizer_s(self, trainable: float) -> float:
-        """Seconds of the optimizer step of a stage."""
+    def optimizer_s(self, trainable: Number) -> Number:
+        """Seconds of the optimizer step of a stage, or of many."""
         shards = self.strategy.data if self.strategy.zero_stage else 1
-        if not trainable:
-            return 0.0
-        return compute.optimizer_step_s(
+        seconds = compute.optimizer_step_s(
             trainable / shards, self.cluster.device, bytes_per_element=self.recipe.step_bytes
         )
+        return chosen(trainable > 0, seconds, 0.0)
 
     def tied_s(self, elements: int) -> float:
         """Seconds to sum a tied parameter's gradients over the two stages that hold it: first and last in nearly

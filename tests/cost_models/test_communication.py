@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -217,3 +218,16 @@ class TestDataParallel:
         )
         assert part.total_s == pytest.approx(whole.total_s / DEEPSPEED_2022.data_links, rel=0.01)
         assert part.step_s == pytest.approx(part.total_s)  # and hides nothing, however long the backward
+
+
+@pytest.mark.parametrize("cluster", [MANY, Cluster.parse("4xcpu")], ids=["GPUs", "CPUs"])
+@given(
+    bytes_=st.lists(st.just(0.0) | st.floats(1.0, 1e12), min_size=1, max_size=6),
+    size=st.sampled_from([1, 2, 4]),
+    stride=st.sampled_from([1, 8]),
+)
+def test_many_transfers_are_priced_as_each_is(cluster: Cluster, bytes_: list[float], size: int, stride: int) -> None:
+    group = Group(size=size, stride=1 if cluster.device.is_cpu else stride)
+    for collective in (all_reduce_s, all_gather_s, reduce_scatter_s):
+        each = [collective(cluster, group, one) for one in bytes_]
+        assert collective(cluster, group, np.array(bytes_)).tolist() == each
