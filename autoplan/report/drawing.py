@@ -15,6 +15,8 @@ WIDTH = 1000.0
 ROW = 22.0
 # A picture with more actions than this gets its whole step shaded by how busy it is, and two windows with every action.
 MOST_RECTANGLES = 1500
+# ... and so does one with more in a row: they would be a few pixels each, without a number.
+_MOST_IN_A_ROW = 160
 _COLUMNS = 250
 # Actions that a window shows at least, one after the other, and for each stage, so that the warm-up is in it.
 _LEAST_ACTIONS, _ACTIONS_A_STAGE = 48, 4
@@ -68,7 +70,7 @@ def memory_bar(stage: Stage, capacity: float) -> tuple[Rectangle, ...]:
 
 def pipeline(step: Step) -> tuple[Picture, ...]:
     """The step in one picture, or the whole shaded and its beginning and end action by action."""
-    if step.actions <= MOST_RECTANGLES:
+    if step.actions <= min(MOST_RECTANGLES, _MOST_IN_A_ROW * len(step.lanes)):
         return (_picture(step, 0.0, step.end_s, "The whole step"),)
     shortest = min(e.end_s - e.start_s for lane in step.lanes for e in lane)
     span = min(step.end_s, max(shortest, step.end_s * 1e-4) * max(_LEAST_ACTIONS, _ACTIONS_A_STAGE * len(step.lanes)))
