@@ -99,6 +99,7 @@ def _stages(before: Plan, after: Plan) -> tuple[Change, ...]:
         return _changes({"number": (len(before.stages), len(after.stages))})
     pairs: dict[str, tuple[Any, Any]] = {}
     for index, (one, two) in enumerate(zip(before.stages, after.stages, strict=True)):
+        pairs[f"{index} device"] = (one.device, two.device)
         pairs[f"{index} layers"] = (_layers(one), _layers(two))
         pairs[f"{index} recompute"] = (_recompute(one), _recompute(two))
         pairs[f"{index} peak_memory_bytes"] = (one.peak_memory_bytes, two.peak_memory_bytes)

@@ -26,6 +26,7 @@ from autoplan.layers.types import Layer, LayerGraph, LayerKind
 from autoplan.plan import Plan
 from autoplan.search import search
 from tests.support.layer_graphs import Dense, cluster, problem
+from tests.support.mixed import group, mixed
 from tests.support.plans import hand_plan
 
 LAYERS = 24
@@ -155,6 +156,16 @@ def test_a_tool_says_what_it_cannot_express() -> None:
         TARGETS["accelerate"].export(plan)
     with pytest.raises(StrategyError, match="FSDP2 cannot express pipeline 2"):
         TARGETS["fsdp2"].export(plan)
+
+
+@pytest.mark.parametrize("name", ["megatron", "slurm", "kubernetes"])
+def test_on_several_kinds_it_says_which_machines_hold_which_ranks(name: str) -> None:
+    kinds = mixed([group(2, name="fast"), group(2, speed=0.5, name="slow")])
+    layers = [Dense(flops=3e12, elements=20_000_000)] * 12
+    plan = search(problem(layers, kinds, global_batch=64, heads=1, forced={"pipeline": 2, "data": 2}))
+    first, second = (stage.device for stage in plan.stages)
+    (said,) = (lost for lost in TARGETS[name].export(plan).lost if lost.startswith("which machine is which"))
+    assert f"ranks 0 to 1 on {first}, 2 to 3 on {second};" in said and "--node-rank" in said
 
 
 def test_unknown_tools_and_releases_are_named() -> None:

@@ -2,12 +2,42 @@
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Callable
+
 from autoplan.errors import StrategyError
 from autoplan.export.targets import accelerate, deepspeed, fsdp2, hugging_face, megatron, schedulers, torchtitan
 from autoplan.export.targets.types import Exported, Imported, Target
+from autoplan.plan import Plan
+
+
+def _naming_kinds(export: Callable[[Plan], Exported]) -> Callable[[Plan], Exported]:
+    """``export``, which also says where ranks must stand on a cluster of several kinds: no tool's file holds that."""
+
+    def exported(plan: Plan) -> Exported:
+        found = export(plan)
+        return dataclasses.replace(found, lost=(*found.lost, *_places(plan)))
+
+    return exported
+
+
+def _places(plan: Plan) -> list[str]:
+    used = sorted((group for group in plan.cluster.groups if group.gpus_used), key=lambda group: group.first_rank)
+    if not used:
+        return []
+    ranks = ", ".join(f"{g.first_rank} to {g.first_rank + g.gpus_used - 1} on {g.name}" for g in used)
+    said = [
+        f"which machine is which: ranks {ranks}; the c10d rendezvous numbers machines as they come, so start each by "
+        "torchrun --rdzv-backend static --node-rank N --master-addr HOST, in this order"
+    ]
+    if len({group.gpus_per_node for group in used}) > 1:
+        each = ", ".join(f"{group.gpus_per_node} on {group.name}" for group in used)
+        said.append(f"machines of unequal size: give --nproc-per-node {each}")
+    return said
+
 
 TARGETS: dict[str, Target] = {
-    target.name: target
+    target.name: dataclasses.replace(target, export=_naming_kinds(target.export))
     for target in (
         torchtitan.TARGET,
         megatron.TARGET,
