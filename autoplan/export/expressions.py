@@ -11,16 +11,26 @@ import math
 import operator
 import sys
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch.fx import Node
 
+from autoplan.passes import context_operators, expert_operators, operators
+
 aten = torch.ops.aten
 
 Names = Mapping[Node, str]
 DEVICE = "DEVICE"
-AXIS = "tensor"
+_AXES = ("tensor", "context", "expert")
+# Where the functions stand that passes write into graphs, and operators of others that the folder has itself.
+_MODULES = {
+    operators.__name__: "collectives",
+    context_operators.__name__: "positions",
+    expert_operators.__name__: "experts",
+}
+_REWRITTEN = {"transformers::grouped_mm_fallback": "grouped_mm"}
 
 
 class Compound(str):
@@ -90,11 +100,34 @@ def expression(node: Node, names: Names) -> str:
         return Compound(f"{left}**{right}" if tight else f"{left} {sign} {right}")
     if node.target in _FUNCTIONAL:
         return _call(_FUNCTIONAL[node.target], node.args, node.kwargs, names)
+    own = of_folder(node)
+    if own is not None:  # the functions of a module of the folder know their axis
+        return _call(own.name, [each for each in node.args if each not in _AXES], node.kwargs, names)
     if isinstance(node.target, torch._ops.OpOverload):
         return _operator(node, names)
-    # Ours: in an emitted folder there is no axis to name but the one that splits tensors.
-    arguments = [argument for argument in node.args if argument != AXIS]
-    return _call(getattr(node.target, "__name__", str(node.target)), arguments, node.kwargs, names)
+    return _call(getattr(node.target, "__name__", str(node.target)), node.args, node.kwargs, names)
+
+
+@dataclass(frozen=True, slots=True)
+class OfFolder:
+    """A function that stands in a module of the emitted folder."""
+
+    module: str
+    name: str
+
+
+def of_folder(node: Node) -> OfFolder | None:
+    """What a call_function node calls of the folder's modules; None where it calls torch or Python."""
+    target = node.target
+    if isinstance(target, torch._ops.OpOverload):
+        name = _REWRITTEN.get(target._schema.name)
+        return OfFolder("experts", name) if name else None
+    module = _MODULES.get(getattr(target, "__module__", ""))
+    if module is None:
+        return None
+    if target is operators.drawn_apart and "context" in node.args:
+        return OfFolder("positions", "drawn_by_positions")
+    return OfFolder(module, target.__name__)  # type: ignore[union-attr]
 
 
 def _operator(node: Node, names: Names) -> str:

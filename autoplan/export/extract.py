@@ -6,7 +6,7 @@ import ast
 import sys
 from collections.abc import Collection
 
-_BESIDE = ("collectives", "gradients", "model", "parallel", "program")  # modules of the folder
+_BESIDE = ("collectives", "experts", "gradients", "model", "parallel", "positions", "program")  # modules of the folder
 
 
 def extract(source: str, wanted: Collection[str]) -> str:

@@ -3,6 +3,8 @@
 =================  ==================================================================================
 ``model.py``       the plan's degrees, one function a distinct block, the stages, tables of parameters
 ``collectives.py`` what blocks call where the tensor axis splits them
+``positions.py``   what blocks call where the context axis splits sequences
+``experts.py``     what blocks call where the expert axis spreads experts, or torch has no product of groups
 ``parallel.py``    mesh, pipeline, checkpoints
 ``gradients.py``   the data axis
 ``program.py``     a training step
@@ -31,9 +33,10 @@ from torch.fx import Node
 from autoplan.capture import Capture, InputSpec
 from autoplan.errors import AutoplanError, StrategyError
 from autoplan.export.blocks import Function, Functions, Group, groups
-from autoplan.export.extract import extract, reads, with_class
+from autoplan.export.expressions import of_folder
 from autoplan.export.stages import StageText, stage_text
 from autoplan.export.tables import Entry, chain_source, specs_source, stages_source, values_source
+from autoplan.export.templates import Features, runtime_files
 from autoplan.export.texts import (
     INTERLEAVED,
     NEVER_SPLIT,
@@ -44,15 +47,13 @@ from autoplan.export.texts import (
 )
 from autoplan.layers import LayerGraph
 from autoplan.layers.order import in_order_of
-from autoplan.passes import operators
 from autoplan.passes.graph_facts import GraphFacts
 from autoplan.passes.split_stages import StageGraph, Value
 from autoplan.plan import Plan
 from autoplan.runtime.build import Builder, RankGraphs, is_gathered, layer_policies
+from autoplan.runtime.masters import keeps_masters
 from autoplan.sharding.placements import Copied, Shard
 
-_SOURCES = Path(__file__).with_name("emitted")
-_GRADIENTS = {0: "replicated.py", 1: "sharded.py", 2: "sharded.py", 3: "gathered.py"}
 _FROM_PARALLEL = ("DEVICE", "Input", "Parameters", "Spec", "Split", "Stage", "Value", "recomputed")
 _SLICES = ("gather_from_axis", "scatter_to_axis", "gather_for_axis", "scatter_sum_to_axis", "slice_for_axis")
 _WARM_UPS = {
@@ -68,17 +69,9 @@ def emit(capture: Capture, plan: Plan, layers: LayerGraph, builder: Builder, dir
     """Write the program of ``plan`` to ``directory``, beside and renamed; returns it.
 
     A zero-bubble plan is emitted in 1F1B's order. Raises AutoplanError where ``directory`` exists already,
-    StrategyError for buffers without values and for context and expert axes.
+    StrategyError for buffers without values and for operators that are none of torch's.
     """
     target = check_target(directory)
-    for axis in ("context", "expert"):
-        if (degree := getattr(plan.strategy, axis)) > 1:
-            raise StrategyError(
-                f"{axis} {degree} runs in autoplan's own programs and is not emitted",
-                where=f"strategy.{axis}",
-                legal="1",
-                attempt="train with program.step, or plan without the axis to emit",
-            )
     written = Emission(capture, plan, in_order_of(layers, plan.model.layers), builder)
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
@@ -122,32 +115,36 @@ class Emission:
         self._ownership = builder.ownership()
 
     def write(self, directory: Path) -> None:
-        zero = self._plan.strategy.zero_stage if self._plan.strategy.data > 1 else 0
-        gradients = _without(_template(_GRADIENTS[zero]), ["LAST" if zero == 2 else "EVERY"])
-        files = {"model.py": self.model(), "gradients.py": gradients}
-        files["program.py"] = self._program()
-        files["train.py"] = _without(_template("train.py"), ["EAGER" if self._plan.compiled else "COMPILED"])
-        if called := self._called():
-            files["collectives.py"] = extract(self._slicing(_template("collectives.py")), called)
-        used = set[str]().union(*map(reads, files.values()))
-        parallel = self._slicing(_template("parallel.py"))
-        if self._is_chain:
-            for name in ("Value", "Pipeline"):
-                parallel = with_class(parallel, name, _template("chain.py"))
-        files["parallel.py"] = extract(parallel, used)
+        files = {"model.py": self.model()} | runtime_files(self._called, self._features())
         for name, text in files.items():
             (directory / name).write_text(text, encoding="utf-8")
         self._save_tensors(directory)
 
-    def _slicing(self, text: str) -> str:
-        """``text`` without slices of packed dimensions, where the plan has none."""
+    def _features(self) -> Features:
+        strategy = self._plan.strategy
+        return Features(
+            zero_stage=strategy.zero_stage if strategy.data > 1 else 0,
+            context=strategy.context > 1,
+            expert=strategy.expert > 1,
+            masters=keeps_masters(self._plan.precision),
+            chain=self._is_chain,
+            packed=self._is_packed(),
+            tied=bool(self._ownership.tied),
+            aliases=bool(self._aliases),
+            random=self._random(),
+            weighed=self._graphs.weights is not None,
+            summed=any(isinstance(placement, Copied) for placement in self._graphs.placements.values()),
+            compiled=self._plan.compiled,
+            alone=strategy.gpus == 1,
+        )
+
+    def _is_packed(self) -> bool:
+        """Whether a dimension that consists of several runs is split over the tensor axis."""
         texts = [
             node.args[3:] or node.kwargs for node in self._nodes if getattr(node.target, "__name__", "") in _SLICES
         ]
         split = [p for p in self._graphs.placements.values() if isinstance(p, Shard)]
-        if any(map(bool, texts)) or any(p.parts or p.block for p in split):
-            return _without(text, ["WHOLE"])
-        return _without(text, ["PACKED"]).replace(", parts: Sequence[int] = (), block: int = 0", "")
+        return any(map(bool, texts)) or any(p.parts or p.block for p in split)
 
     @cached_property
     def _is_chain(self) -> bool:
@@ -155,14 +152,6 @@ class Emission:
         ends = [(value.source, value.destinations) for value in self._values]
         alike = all(value.differentiable and value.order == tuple(range(len(value.order))) for value in self._values)
         return alike and ends == [(s, (s + 1,)) for s in range(len(self._graphs.stages) - 1)]
-
-    def _program(self) -> str:
-        """program.py without what this plan has no use for."""
-        text = _template("program.py")
-        needless = {"TIED": not self._ownership.tied, "ALIASES": not self._aliases, "RANDOM": not self._random()}
-        needless |= {"WEIGHED": self._graphs.weights is None, "CHAIN": not self._is_chain, "BRANCHES": self._is_chain}
-        summed = any(isinstance(placement, Copied) for placement in self._graphs.placements.values())
-        return _without(text, [*(name for name, absent in needless.items() if absent), *([] if summed else ["SUMMED"])])
 
     # ---------------------------------------------------------------------------------------------------- model.py
 
@@ -250,6 +239,8 @@ class Emission:
     def _header(self, text: str) -> str:
         """Docstring, the imports that ``text`` needs, and the plan's degrees."""
         strategy = self._plan.strategy
+        before = [module for module in self._called if module < "gradients"]  # imports stand in the alphabet's order
+        after = [module for module in self._called if module > "parallel"]
         words = set(re.findall(r"\w+", text))
 
         def used(module: str, names: Sequence[str]) -> list[str]:
@@ -270,24 +261,39 @@ class Emission:
             *(["import torch.nn.functional as F"] if "F" in words else []),
             "from torch import Tensor",
             "",
-            *used("collectives", self._called()),
+            *[line for module in before for line in used(module, self._called[module])],
             *used("gradients", ("gathers",)),
             *used("parallel", _FROM_PARALLEL),
+            *[line for module in after for line in used(module, self._called[module])],
             "",
-            f"PIPELINE, DATA, TENSOR = {strategy.pipeline}, {strategy.data}, {strategy.tensor}",
+            *self._degrees(),
             f"MICRO_BATCH_SIZE, MICRO_BATCHES = {strategy.micro_batch_size}, {strategy.micro_batches}",
             "GLOBAL_BATCH = DATA * MICRO_BATCH_SIZE * MICRO_BATCHES",
         ]
         return "\n".join(lines)
 
+    def _degrees(self) -> list[str]:
+        """The axes as constants, those inside the data axis only where the plan has them."""
+        strategy = self._plan.strategy
+        lines = [f"PIPELINE, DATA, TENSOR = {strategy.pipeline}, {strategy.data}, {strategy.tensor}"]
+        if strategy.context > 1:
+            lines.append(f"CONTEXT = {strategy.context}  # ranks in place of each of DATA, with its rows")
+        if strategy.expert > 1:
+            lines.append(f"EXPERT = {strategy.expert}  # neighbours on the data axis, with a run of experts each")
+        return lines
+
     @cached_property
     def _nodes(self) -> list[Node]:
         return [node for stage in self._graphs.stages for node in stage.graph_module.graph.nodes]
 
-    def _called(self) -> list[str]:
-        """The functions of ours that the graphs call."""
-        targets = [node.target for node in self._nodes if node.op == "call_function"]
-        return sorted({t.__name__ for t in targets if getattr(t, "__module__", "") == operators.__name__})  # type: ignore[union-attr]
+    @cached_property
+    def _called(self) -> dict[str, list[str]]:
+        """The functions of the folder that the graphs call, by the module that has them."""
+        found: dict[str, set[str]] = {}
+        for node in self._nodes:
+            if node.op == "call_function" and (own := of_folder(node)) is not None:
+                found.setdefault(own.module, set()).add(own.name)
+        return {module: sorted(names) for module, names in sorted(found.items())}
 
     @cached_property
     def _aliases(self) -> dict[str, str]:
@@ -327,7 +333,9 @@ class Emission:
         for name, parameter in self._capture.graph_module.named_parameters():
             placement = self._graphs.placements.get(name)
             text = f"{tuple(parameter.shape)}, {parameter.dtype}"
-            if isinstance(placement, Shard):
+            if name in self._graphs.experts:
+                text += ", Split(0), spread=True"
+            elif isinstance(placement, Shard):
                 text += f", {_split(placement)}"
             if isinstance(placement, Copied):
                 text += ", summed=True"
@@ -371,16 +379,6 @@ class Emission:
             torch.save(
                 {name: w.detach().cpu().clone() for name, w in weights.items()} | buffers, directory / "weights/all.pt"
             )
-
-
-def _template(name: str) -> str:
-    return (_SOURCES / name).read_text(encoding="utf-8")
-
-
-def _without(text: str, marks: Sequence[str]) -> str:
-    """``text`` without the lines that end in ``# if MARK`` of one of ``marks``, and without the other such marks."""
-    lines = [line for line in text.splitlines() if not any(line.endswith(f"  # if {mark}") for mark in marks)]
-    return "\n".join(re.sub(r"  # if [A-Z]+$", "", line) for line in lines) + "\n"
 
 
 def _import(module: str, names: Sequence[str]) -> list[str]:

@@ -6,14 +6,11 @@ As in :mod:`tests.equivalence.test_training`: gloo processes, float64, two AdamW
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
 from torch import nn
 
-import autoplan
-from autoplan.errors import StrategyError
 from autoplan.runtime import Program
 from tests.support import models
 from tests.support.processes import run_ranks
@@ -62,11 +59,3 @@ def test_positions_over_ranks_train_to_the_single_process_numbers(model_name: st
     program = program_forced(model, batch, strategy, gpus=world)
     for found in run_ranks(trained, world, program, batch):
         assert_same_numbers(found, expected)
-
-
-def test_the_axis_is_not_emitted(tmp_path: Path) -> None:
-    model, batch = models.tiny_llama(layers=1)
-    strategy = {**ALONE, "context": 2}
-    program = autoplan.compile(model, gpus=2, example_inputs=batch, strategy=strategy, device="cpu")
-    with pytest.raises(StrategyError, match="context 2 runs in autoplan's own programs"):
-        program.emit(tmp_path / "program")

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import copy
 import importlib
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from importlib.abc import MetaPathFinder
 from pathlib import Path
 from typing import Any
 
@@ -21,10 +19,8 @@ from autoplan.errors import AutoplanError
 from autoplan.export import emit_model
 from autoplan.verification.precision import float64_throughout
 from tests.support import branching_models, models
+from tests.support.emitted import assert_trains_alike, compiled, run_emitted, single_process, train_emitted
 from tests.support.processes import run_ranks
-
-LEARNING_RATE = 1e-2
-STEPS = 3
 
 MODELS: dict[str, Callable[[], tuple[nn.Module, Any]]] = {
     "gpt2": models.tiny_gpt2,
@@ -92,78 +88,10 @@ STRATEGIES["pp3"] = {"data": 1, "tensor": 1, "pipeline": 3, "micro_batch_size": 
 CASES.append(pytest.param("towers", "pp3", id="towers-pp3"))
 
 
-_ABSENT = ("autoplan", "transformers")
-
-
-class _NoAutoplan(MetaPathFinder):
-    """As on a machine without autoplan and transformers."""
-
-    def find_spec(self, name: str, path: Any, target: Any = None) -> None:
-        if name.split(".")[0] in _ABSENT:
-            raise ModuleNotFoundError(f"an emitted program imports {name}")
-
-
-def run_emitted(
-    rank: int, ranks: int, folder: Path, batch: dict[str, Tensor], train: Callable[..., Any] | None = None
-) -> Any:
-    """``train(folder, batch)`` of the folder's program in this forked rank: three steps unless given, whose weights go
-    to ``folder/trained``. What widens this test's floats stays, for torch.compile looks it up where it was defined."""
-    gone = [name for name in sys.modules if name.split(".")[0] in _ABSENT and name != float64_throughout.__module__]
-    known = {name: sys.modules.pop(name) for name in gone}
-    sys.meta_path.insert(0, _NoAutoplan())
-    sys.path.insert(0, str(folder))
-    try:
-        return (train or train_emitted)(folder, batch)
-    finally:  # the rank reports with autoplan's own errors
-        sys.meta_path.pop(0)
-        sys.modules.update(known)
-
-
-def train_emitted(folder: Path, batch: dict[str, Tensor], compiler: str | None = None) -> list[float]:
-    program = importlib.import_module("program").Program(folder / "weights", compiler=compiler)
-    optimizer = torch.optim.AdamW(program.parameters(), lr=LEARNING_RATE)
-    losses = []
-    for _ in range(STEPS):
-        losses.append(program.step(batch))
-        optimizer.step()
-        optimizer.zero_grad()
-    program.save(folder / "trained")
-    return losses
-
-
-def single_process(model: nn.Module, batch: Any) -> tuple[list[float], dict[str, Tensor]]:
-    model = copy.deepcopy(model)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE)
-    losses = []
-    for _ in range(STEPS):
-        optimizer.zero_grad()
-        output = model(**batch) if isinstance(batch, dict) else model(*batch)
-        loss = output if isinstance(output, Tensor) else output.loss
-        loss.backward()
-        losses.append(loss.item())
-        optimizer.step()
-    return losses, {name: value.detach() for name, value in model.state_dict().items()}
-
-
-def doubled(build: Callable[[], tuple[nn.Module, Any]]) -> tuple[nn.Module, Any]:
-    model, batch = build()
-    to_double = lambda t: t.double() if t.is_floating_point() else t  # noqa: E731
-    return model.double(), torch.utils._pytree.tree_map(to_double, batch)
-
-
 @pytest.fixture(autouse=True)
 def nothing_rounds_to_float32() -> Iterator[None]:
     with float64_throughout():
         yield
-
-
-def compiled(build: Callable[[], tuple[nn.Module, Any]], strategy: dict[str, Any]) -> tuple[Any, nn.Module, Any]:
-    model, batch = doubled(build)
-    gpus = strategy["data"] * strategy["tensor"] * strategy["pipeline"]
-    program = autoplan.compile(
-        copy.deepcopy(model), gpus=gpus, example_inputs=batch, strategy=dict(strategy), device="cpu"
-    )
-    return program, model, batch
 
 
 @pytest.mark.parametrize(("model_name", "strategy_name"), CASES)
@@ -171,23 +99,7 @@ def test_an_emitted_program_trains_to_the_single_process_numbers(
     model_name: str, strategy_name: str, tmp_path: Path
 ) -> None:
     program, model, batch = compiled(MODELS[model_name], STRATEGIES[strategy_name])
-    folder = program.emit(tmp_path / "emitted")
-    names = [spec.placeholder for spec in program._capture.inputs]
-    inputs = dict(zip(names, gather_inputs(program._capture, batch), strict=True))
-    expected_losses, expected = single_process(model, batch)
-
-    losses = run_ranks(run_emitted, program.plan.gpus, folder, inputs)
-
-    for of_rank in losses:
-        assert of_rank == pytest.approx(expected_losses, rel=1e-10)
-    found: dict[str, Tensor] = {}
-    for file in sorted((folder / "trained").glob("*.pt")):
-        found |= torch.load(file, weights_only=True)
-    trained = {name for name, _ in model.named_parameters()}
-    assert trained <= set(found)
-    for name in trained:
-        bound = 1e-10 * (expected[name].norm() + LEARNING_RATE * expected[name].numel() ** 0.5)
-        assert (found[name] - expected[name]).norm() <= bound, name
+    assert_trains_alike(program, model, batch, tmp_path / "emitted")
 
 
 def frozen_gpt2() -> tuple[nn.Module, Any]:
@@ -292,23 +204,26 @@ WHOLE_PLAN |= {"schedule": "interleaved", "virtual_stages": 2, "micro_batch_size
 
 
 def test_stages_of_a_compiled_plan_are_compiled_unless_asked_not_to(tmp_path: Path) -> None:
-    for compiled in (False, True):
+    for is_compiled in (False, True):
         model, batch = MODELS["gpt2"]()
-        program = autoplan.compile(model, gpus=1, example_inputs=batch, device="cpu", compiled=compiled)
-        written = (program.emit(tmp_path / str(compiled)) / "train.py").read_text()
+        program = autoplan.compile(model, gpus=1, example_inputs=batch, device="cpu", compiled=is_compiled)
+        written = (program.emit(tmp_path / str(is_compiled)) / "train.py").read_text()
         assert written.count("--compile") == 1
-        assert ('default="inductor"' in written) is compiled
+        assert ('default="inductor"' in written) is is_compiled
 
 
 def test_a_program_of_every_axis_is_under_800_lines(tmp_path: Path) -> None:
     assert lines_of(emitted(tmp_path, 8, WHOLE_PLAN)) < 800
 
 
+LIMIT_OF_405B = 785  # what it takes and a little; the promise is fewer than 800
+
+
 @pytest.mark.wide
 def test_llama_405b_on_16384_gpus_is_under_800_lines(tmp_path: Path) -> None:
     plan = autoplan.plan("llama3.1-405b", gpus="2048x8xH100", global_batch=2048)
 
-    assert lines_of(emit_model("llama3.1-405b", plan, tmp_path / "emitted")) < 800
+    assert lines_of(emit_model("llama3.1-405b", plan, tmp_path / "emitted")) <= LIMIT_OF_405B
 
 
 def test_functions_bear_the_users_names_and_lines(tmp_path: Path) -> None:

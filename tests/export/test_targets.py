@@ -21,7 +21,7 @@ from autoplan.errors import AutoplanError, StrategyError
 from autoplan.export.like import LIKE, strategy_like
 from autoplan.export.read import read_file
 from autoplan.export.targets import TARGETS, target_named
-from autoplan.export.targets.types import Exported, Target
+from autoplan.export.targets.types import Exported, Target, nodes_and_each
 from autoplan.layers.types import Layer, LayerGraph, LayerKind
 from autoplan.plan import Plan
 from autoplan.search import search
@@ -166,6 +166,14 @@ def test_on_several_kinds_it_says_which_machines_hold_which_ranks(name: str) -> 
     first, second = (stage.device for stage in plan.stages)
     (said,) = (lost for lost in TARGETS[name].export(plan).lost if lost.startswith("which machine is which"))
     assert f"ranks 0 to 1 on {first}, 2 to 3 on {second};" in said and "--node-rank" in said
+
+
+def test_of_two_kinds_the_machines_of_the_one_that_is_used_are_started() -> None:
+    kinds = mixed([group(4, nodes=2, name="fast"), group(1, speed=0.05, name="slow")])
+    plan = search(problem([Dense(flops=3e12, elements=2_000_000)] * 4, kinds, global_batch=64, heads=1))
+    assert [g.gpus_used for g in plan.cluster.groups] == [8, 0]
+    assert nodes_and_each(plan) == (2, 4)  # and not eight machines of one GPU, though one divides both sizes
+    assert "Idle: the one slow, because with it the best plan is" in plan.case
 
 
 def test_unknown_tools_and_releases_are_named() -> None:

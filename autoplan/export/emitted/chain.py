@@ -64,7 +64,7 @@ class Pipeline:
             self._here[source, reader, micro_batch] = tensor
             return
         tensor = tensor.contiguous()
-        work: Any = dist.isend(tensor, self.mesh.peer(reader), group=self._edge(source, reader), tag=micro_batch)
+        work: Any = dist.isend(tensor, self.mesh.peer(reader), group=self.mesh.edges[source, reader], tag=micro_batch)
         self._posted = [(work, held) for work, held in self._posted if not work.is_completed()] + [(work, tensor)]
 
     def _receive(self, source: int, reader: int, micro_batch: int, samples: int) -> Tensor:
@@ -72,10 +72,6 @@ class Pipeline:
             return self._here.pop((source, reader, micro_batch))
         value = self.values[min(source, reader)]
         tensor = torch.empty([a * samples + b for a, b in value.sizes], dtype=value.dtype, device=DEVICE)
-        work: Any = dist.irecv(tensor, self.mesh.peer(source), group=self._edge(source, reader), tag=micro_batch)
+        work: Any = dist.irecv(tensor, self.mesh.peer(source), group=self.mesh.edges[source, reader], tag=micro_batch)
         work.wait()
         return tensor
-
-    def _edge(self, source: int, reader: int) -> dist.ProcessGroup:
-        way = "forward" if source < reader else "backward"
-        return self.mesh.edges[way, min(source, reader), max(source, reader)]

@@ -31,45 +31,45 @@ class _Exchange(torch.autograd.Function):
         return ctx.back(gradient), None, None
 
 
-_exchange = torch.compiler.disable(_Exchange.apply)
+exchange = torch.compiler.disable(_Exchange.apply)
 
 
 def copy_to_axis(x: Tensor) -> Tensor:
     """A replicated value about to be used by a split operator: identity forward, all-reduce backward."""
-    return _exchange(x, _same, _sum)
+    return exchange(x, lambda whole: whole.view_as(whole), _sum)
 
 
 def reduce_from_axis(x: Tensor) -> Tensor:
     """The sum of partial values: all-reduce forward, identity backward."""
-    return _exchange(x, _sum, _same)
+    return exchange(x, _sum, lambda gradient: gradient)
 
 
 def gather_from_axis(x: Tensor, dim: int, parts: Sequence[int] = (), block: int = 0) -> Tensor:
     """The whole of a sharded value, for replicated use: all-gather forward, own slice backward."""
     split = Split(dim, tuple(parts), block)  # if PACKED
-    return _exchange(x, partial(_gather, split), partial(_own, split))  # if PACKED
-    return _exchange(x, partial(_gather, Split(dim)), partial(_own, Split(dim)))  # if WHOLE
+    return exchange(x, partial(_gather, split), partial(_own, split))  # if PACKED
+    return exchange(x, partial(_gather, dim), partial(_own, dim))  # if WHOLE
 
 
 def scatter_to_axis(x: Tensor, dim: int, parts: Sequence[int] = (), block: int = 0) -> Tensor:
     """This rank's slice of a replicated value: no communication forward, all-gather backward."""
     split = Split(dim, tuple(parts), block)  # if PACKED
-    return _exchange(x, partial(_own, split), partial(_gather, split))  # if PACKED
-    return _exchange(x, partial(_own, Split(dim)), partial(_gather, Split(dim)))  # if WHOLE
+    return exchange(x, partial(_own, split), partial(_gather, split))  # if PACKED
+    return exchange(x, partial(_own, dim), partial(_gather, dim))  # if WHOLE
 
 
 def gather_for_axis(x: Tensor, dim: int, parts: Sequence[int] = (), block: int = 0) -> Tensor:
     """The whole of a sharded value, for split operators: all-gather forward, reduce-scatter backward."""
     split = Split(dim, tuple(parts), block)  # if PACKED
-    return _exchange(x, partial(_gather, split), partial(_sum_slices, split))  # if PACKED
-    return _exchange(x, partial(_gather, Split(dim)), partial(_sum_slices, Split(dim)))  # if WHOLE
+    return exchange(x, partial(_gather, split), partial(_sum_slices, split))  # if PACKED
+    return exchange(x, partial(_gather, dim), partial(_sum_slices, dim))  # if WHOLE
 
 
 def scatter_sum_to_axis(x: Tensor, dim: int, parts: Sequence[int] = (), block: int = 0) -> Tensor:
     """This rank's slice of the sum of partial values: reduce-scatter forward, all-gather backward."""
     split = Split(dim, tuple(parts), block)  # if PACKED
-    return _exchange(x, partial(_sum_slices, split), partial(_gather, split))  # if PACKED
-    return _exchange(x, partial(_sum_slices, Split(dim)), partial(_gather, Split(dim)))  # if WHOLE
+    return exchange(x, partial(_sum_slices, split), partial(_gather, split))  # if PACKED
+    return exchange(x, partial(_sum_slices, dim), partial(_gather, dim))  # if WHOLE
 
 
 def slice_for_axis(x: Tensor, dim: int, parts: Sequence[int] = (), block: int = 0) -> Tensor:
@@ -111,46 +111,21 @@ def vocabulary_embedding(weight: Tensor, indices: Tensor, padding_index: int = -
     return rows.masked_fill(elsewhere.unsqueeze(-1), 0.0)
 
 
-class _VocabularyCrossEntropy(torch.autograd.Function):
-    """log sum_v exp(x_v) - x_target a row, from each row's maximum and sum of exponentials over all ranks."""
-
-    @staticmethod
-    def forward(ctx: Any, logits: Tensor, target: Tensor, mean: bool, ignore_index: int, class_dim: int) -> Tensor:
-        rows = logits.detach().movedim(class_dim, -1)
-        rows = rows.to(torch.promote_types(logits.dtype, torch.float32))
-        largest = rows.amax(-1).contiguous()
-        dist.all_reduce(largest, dist.ReduceOp.MAX, group=AXIS.group)
-        rows = rows - largest.unsqueeze(-1)
-        first, counted = AXIS.rank * rows.shape[-1], target != ignore_index
-        mine = (target >= first) & (target < first + rows.shape[-1]) & counted
-        index = (target - first).masked_fill(~mine, 0).unsqueeze(-1)
-        hit = rows.gather(-1, index).squeeze(-1).masked_fill(~mine, 0.0)
-        exponentials = rows.exp()
-        sums = torch.stack([exponentials.sum(-1), hit])
-        dist.all_reduce(sums, group=AXIS.group)
-        losses = (sums[0].log() - sums[1]).masked_fill(~counted, 0.0)
-        weight = 1.0 / counted.sum().to(rows.dtype) if mean else torch.ones_like(losses.sum())
-        ctx.save_for_backward(exponentials / sums[0].unsqueeze(-1), index, mine, counted, weight)
-        ctx.class_dim, ctx.dtype = class_dim, logits.dtype
-        return (losses.sum() * weight).to(logits.dtype)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Any:
-        probabilities, index, mine, counted, weight = ctx.saved_tensors
-        down = probabilities.scatter_add(-1, index, -mine.to(probabilities.dtype).unsqueeze(-1))
-        down = down * (counted.to(down.dtype) * (gradient.to(down.dtype) * weight)).unsqueeze(-1)
-        return down.to(ctx.dtype).movedim(-1, ctx.class_dim), None, None, None, None
-
-
 @torch.compiler.disable
 def vocabulary_cross_entropy(logits: Tensor, target: Tensor, reduction: int = 1, ignore_index: int = -100) -> Tensor:
     """Cross entropy of logits whose classes (dimension 1, or 0 of one row) are split over the axis. ``reduction``: 1
-    the mean over targets that count, 2 their sum. All-reduces of one and two numbers a row forward, none backward."""
-    return _VocabularyCrossEntropy.apply(logits, target, reduction == 1, ignore_index, min(1, logits.dim() - 1))
-
-
-def _same(x: Tensor) -> Tensor:
-    return x.view_as(x)
+    the mean over targets that count, 2 their sum. A row's loss is log sum_v exp(x_v) - x_target, from its maximum and
+    sum of exponentials over all ranks: all-reduces of one and two numbers a row forward, none backward."""
+    rows = logits.movedim(min(1, logits.dim() - 1), -1).to(torch.promote_types(logits.dtype, torch.float32))
+    largest = rows.detach().amax(-1, keepdim=True).contiguous()
+    dist.all_reduce(largest, dist.ReduceOp.MAX, group=AXIS.group)
+    rows = rows - largest
+    first, counted = AXIS.rank * rows.shape[-1], target != ignore_index
+    mine = (target >= first) & (target < first + rows.shape[-1]) & counted
+    hit = rows.gather(-1, (target - first).masked_fill(~mine, 0).unsqueeze(-1)).squeeze(-1).masked_fill(~mine, 0.0)
+    exponentials, hits = reduce_from_axis(torch.stack([rows.exp().sum(-1), hit]))
+    total = (exponentials.log() - hits).masked_fill(~counted, 0.0).sum()
+    return (total / counted.sum() if reduction == 1 else total).to(logits.dtype)
 
 
 def _sum(x: Tensor) -> Tensor:

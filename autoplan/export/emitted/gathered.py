@@ -6,7 +6,7 @@ are reduce-scattered as soon as they are made. Without recompute the gathered pa
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -14,7 +14,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from parallel import Mesh, Parameters
+from parallel import Mesh, Parameters, Spec, parameters, rounded
 
 
 class Slices(dict[str, Tensor]):
@@ -27,33 +27,41 @@ class Slices(dict[str, Tensor]):
 class Gradients:
     """``optimised`` are this rank's slices; :func:`gathers` makes them whole for a block."""
 
-    def __init__(self, mesh: Mesh, parameters: Mapping[str, nn.Parameter]) -> None:
-        self._slices = Slices()
-        self._slices.mesh, self._slices.shapes = mesh, {}
+    def __init__(self, mesh: Mesh, specs: Sequence[Spec], tensors: Mapping[str, Tensor]) -> None:
+        self.reads = Slices()  # by the stage, with its buffers
+        self.reads.mesh, self.reads.shapes = mesh, {}
         self.optimised: dict[str, nn.Parameter] = {}
-        for name, parameter in parameters.items():
+        held = parameters(specs, tensors)
+        for name, parameter in held.items():
             mine = _rows(parameter, mesh)[mesh.data_rank].clone()
             self.optimised[name] = nn.Parameter(mine, requires_grad=parameter.requires_grad)
-            self._slices[name] = self.optimised[name]
-            self._slices.shapes[self.optimised[name]] = parameter.shape
+        self._working = self.optimised  # if PLAIN
+        self._working = rounded(self.optimised, specs)  # if MASTERS
+        for name, mine in self._working.items():
+            self.reads[name], self.reads.shapes[mine] = mine, held[name].shape
 
+    @torch.no_grad()  # if MASTERS
     def begin_step(self) -> None:
-        """Nothing is kept between steps but the slices."""
+        """Nothing is kept between steps but the slices."""  # if PLAIN
+        for name, master in self.optimised.items():  # if MASTERS
+            self._working[name].copy_(master)  # if MASTERS
+
+    def finish_step(self) -> None:
+        """The slices have their gradients already."""  # if PLAIN
+        for name, read in self._working.items():  # if MASTERS
+            if read is not (master := self.optimised[name]) and read.grad is not None:  # if MASTERS
+                master.grad, read.grad = read.grad.float(), None  # if MASTERS
 
     def before_backward(self, last: bool) -> None:
         """Every backward scatters what it makes."""
 
-    def finish_step(self) -> None:
-        """The slices have their gradients already."""
-
-    def read(self) -> Slices:
-        """What the stage reads, by name."""
-        return self._slices
-
     @torch.no_grad()
-    def whole(self) -> dict[str, Tensor]:
-        """The parameters, whole over the data axis."""
-        return _whole(self._slices, list(self.optimised))
+    def whole(self, name: str) -> Tensor:
+        """A parameter (or buffer), whole over the data axis."""
+        if name not in self.optimised:
+            return self.reads[name]
+        shape = self.reads.shapes[self._working[name]]
+        return _Gather.apply(self.reads.mesh, [shape], self.optimised[name])[0]
 
 
 class _Gather(torch.autograd.Function):

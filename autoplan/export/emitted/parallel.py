@@ -6,10 +6,12 @@ Stage s of the model stands on pipeline rank s mod P, so that a rank may hold se
 
 from __future__ import annotations
 
+import copy
 import os
 import shutil
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -28,10 +30,10 @@ Action = tuple[int, str, int]  # stage, "F" or "B", micro-batch
 Batch = tuple[int, Mapping[str, Tensor]]  # samples, and the inputs
 
 
-class Split(NamedTuple):
-    """Rank t of the tensor axis holds the t-th slice along ``dim``."""
+class Split(NamedTuple):  # if PACKED
+    """Rank t of the tensor axis holds the t-th slice along ``dim``."""  # if PACKED
 
-    dim: int
+    dim: int  # if PACKED
     parts: tuple[int, ...] = ()  # one behind the other (packed q, k, v): the t-th slice of each  # if PACKED
     block: int = 0  # long equal blocks: the t-th slice of each  # if PACKED
 
@@ -49,6 +51,10 @@ class Spec(NamedTuple):
     trainable: bool = True
     is_parameter: bool = True
     summed: bool = False  # every tensor rank finds a summand of its gradient
+    spread: bool = False  # each rank of the expert axis holds a run of dimension 0  # if EXPERT
+
+
+Split = int  # rank t of the tensor axis holds the t-th slice along this dimension  # if WHOLE
 
 
 class Input(NamedTuple):
@@ -94,12 +100,24 @@ class Parameters:
         return Parameters(self.root, prefix)
 
 
+TENSOR_AXIS = SimpleNamespace(group=None, rank=0, size=1)  # where this rank stands on it: set by the mesh
+CONTEXT_AXIS = SimpleNamespace(group=None, rank=0, size=1, recomputing=False)
+EXPERT_AXIS = SimpleNamespace(group=None, rank=0, size=1)
+
+
 def recomputed(function: Callable[..., Any], *arguments: Any) -> Any:
     """Keep the arguments alone and run ``function`` again in the backward."""
-    return checkpoint(function, *arguments, use_reentrant=False)
+    return checkpoint(partial(_telling, function), *arguments, use_reentrant=False)  # if CONTEXT
+    return checkpoint(function, *arguments, use_reentrant=False)  # if NOCONTEXT
 
 
-TENSOR_AXIS = SimpleNamespace(group=None, rank=0, size=1)  # where this rank stands on it: set by the mesh
+def _telling(function: Callable[..., Any], *arguments: Any) -> Any:
+    """``function``, inside which the context axis knows that it is recomputed."""
+    earlier, CONTEXT_AXIS.recomputing = CONTEXT_AXIS.recomputing, True
+    try:
+        return function(*arguments)
+    finally:
+        CONTEXT_AXIS.recomputing = earlier
 
 
 class Mesh:
@@ -107,8 +125,8 @@ class Mesh:
 
     def __init__(self, pipeline: int, data: int, tensor: int, edges: Iterable[tuple[int, int]]) -> None:
         if not dist.is_initialized():
-            alone = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29512", "RANK": "0", "WORLD_SIZE": "1"}
-            os.environ.update({name: os.environ.get(name, value) for name, value in alone.items()})
+            alone = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29512", "RANK": "0", "WORLD_SIZE": "1"}  # if ALONE
+            os.environ.update({name: os.environ.get(name, value) for name, value in alone.items()})  # if ALONE
             backend = "nccl" if DEVICE.type == "cuda" else "gloo"
             dist.init_process_group(backend, timeout=timedelta(minutes=10))
         if dist.get_world_size() != pipeline * data * tensor:
@@ -123,13 +141,25 @@ class Mesh:
         TENSOR_AXIS.group, TENSOR_AXIS.rank, TENSOR_AXIS.size = self.tensor, self.tensor_rank, tensor
         # Every rank makes every group, in one order. A directed edge has its own: NCCL runs a communicator in order.
         self._ranks = mesh.mesh
-        pairs = {edge: torch.stack([self._ranks[s % pipeline] for s in edge]).flatten(1).T.tolist() for edge in edges}
-        self.edges = {
-            (way, a, b): dist.new_subgroups_by_enumeration(pairs[a, b])[0]
-            for a, b in sorted(pairs)
-            if (a - b) % pipeline
-            for way in ("forward", "backward")
-        }
+        self.edges: dict[tuple[int, int], dist.ProcessGroup] = {}
+        for a, b in sorted(set(edges)):
+            pairs = torch.stack([self._ranks[s % pipeline] for s in (a, b)]).flatten(1).T.tolist()
+            for edge in ((a, b), (b, a)) if (a - b) % pipeline else ():
+                self.edges[edge] = dist.new_subgroups_by_enumeration(pairs)[0]
+
+    def set_inside_data(self, axis: SimpleNamespace, size: int) -> None:  # if INSIDE
+        """``size`` ranks next to each other on the data axis are those of ``axis``."""  # if INSIDE
+        runs = self._ranks.transpose(1, 2).reshape(-1, size).tolist()  # if INSIDE
+        axis.group, _ = dist.new_subgroups_by_enumeration(runs)  # if INSIDE
+        axis.rank, axis.size = self.data_rank % size, size  # if INSIDE
+
+    def of_experts(self) -> Mesh:  # if EXPERT
+        """This mesh with the ranks that hold the same experts for its data axis."""  # if EXPERT
+        found, size = copy.copy(self), EXPERT_AXIS.size  # if EXPERT
+        copies = self._ranks.unflatten(1, (-1, size)).movedim(1, -1).flatten(0, -2).tolist()  # if EXPERT
+        found.degrees = (self.degrees[0], self.degrees[1] // size, self.degrees[2])  # if EXPERT
+        found.data, found.data_rank = dist.new_subgroups_by_enumeration(copies)[0], self.data_rank // size  # if EXPERT
+        return found  # if EXPERT
 
     def peer(self, stage: int) -> int:
         """The rank of another stage with this rank's place on the other axes."""
@@ -223,31 +253,20 @@ class Pipeline:
 
     def _channel(self, way: str, value: Value, reader: int, micro_batch: int) -> dict[str, Any]:
         tag = micro_batch * len(self._number) + self._number[value.name]
-        return {"group": self.mesh.edges[way, value.source, reader], "tag": tag}
-
-
-@torch.no_grad()
-def weight_totals(mesh: Mesh, weights: Callable[..., Any], batches: Sequence[Mapping[str, Tensor]]) -> Tensor:
-    """What each mean of the loss divides by: its weight over all micro-batches and data ranks."""
-    total = torch.stack([torch.stack([weight.double() for weight in weights(inputs)]) for inputs in batches]).sum(0)
-    if mesh.data is not None:
-        dist.all_reduce(total, group=mesh.data)
-    return total
+        edge = (value.source, reader) if way == "forward" else (reader, value.source)
+        return {"group": self.mesh.edges[edge], "tag": tag}
 
 
 def buckets(parameters: Mapping[str, nn.Parameter]) -> list[list[str]]:
     """Names of trainable parameters that travel together: last first, one dtype, about BUCKET_BYTES."""
     answer: list[list[str]] = []
     room, dtype = 0, None
-    for name, parameter in reversed(list(parameters.items())):
-        if not parameter.requires_grad:
-            continue
-        size = parameter.numel() * parameter.element_size()
-        if not answer or size > room or parameter.dtype != dtype:
+    for name, parameter in reversed([item for item in parameters.items() if item[1].requires_grad]):
+        if parameter.nbytes > room or parameter.dtype != dtype:
             answer.append([])
             room, dtype = BUCKET_BYTES, parameter.dtype
         answer[-1].append(name)
-        room -= size
+        room -= parameter.nbytes
     return answer
 
 
@@ -272,27 +291,50 @@ def sum_tied(mesh: Mesh, parameters: Mapping[str, nn.Parameter], tied: Iterable[
         parameter.grad = total
 
 
+def parameters(specs: Iterable[Spec], tensors: Mapping[str, Tensor]) -> dict[str, nn.Parameter]:
+    """Those of ``specs``, of this rank's ``tensors``."""
+    return {s.name: nn.Parameter(tensors[s.name], requires_grad=s.trainable) for s in specs if s.is_parameter}
+
+
+def rounded(masters: Mapping[str, nn.Parameter], specs: Iterable[Spec]) -> dict[str, nn.Parameter]:
+    """What stages read: 16-bit copies of float32 masters; what has its own dtype is shared."""
+    held = [(spec.name, spec.dtype, masters[spec.name]) for spec in specs if spec.is_parameter]
+    return {name: m if m.dtype == dtype else nn.Parameter(m.detach().to(dtype)) for name, dtype, m in held}
+
+
 def take(whole: Tensor, split: Split | None, rank: int, ranks: int) -> Tensor:
     """This rank's part of a whole tensor, in storage of its own."""
-    if split is None or ranks == 1:
-        return whole.detach().clone()
+    if split is None or ranks == 1:  # if PACKED
+        return whole.detach().clone()  # if PACKED
     runs = whole.detach().split(split.runs(whole.shape[split.dim]), split.dim)  # if PACKED
     return torch.cat([run.chunk(ranks, split.dim)[rank] for run in runs], split.dim).contiguous()  # if PACKED
-    return whole.detach().chunk(ranks, split.dim)[rank].clone(memory_format=torch.contiguous_format)  # if WHOLE
+    mine = whole if split is None else whole.chunk(ranks, split)[rank]  # if WHOLE
+    return mine.detach().clone(memory_format=torch.contiguous_format)  # if WHOLE
 
 
 def join(parts: list[Tensor], split: Split | None) -> Tensor:
     """The whole tensor from all ranks' parts."""
-    if split is None or len(parts) == 1:
-        return parts[0]
+    if split is None or len(parts) == 1:  # if PACKED
+        return parts[0]  # if PACKED
     runs = split.runs(parts[0].shape[split.dim] * len(parts))  # if PACKED
     pieces = [part.split([run // len(parts) for run in runs], split.dim) for part in parts]  # if PACKED
     return torch.cat([piece for run in zip(*pieces, strict=True) for piece in run], split.dim)  # if PACKED
-    return torch.cat(parts, split.dim)  # if WHOLE
+    return parts[0] if split is None else torch.cat(parts, split)  # if WHOLE
 
 
-def save(mesh: Mesh, specs: Sequence[Spec], tensors: Mapping[str, Tensor], directory: str | Path) -> None:
-    """Write whole tensors under the model's own names, a file a pipeline rank; then rename. The one before is kept."""
+def part(whole: Tensor, spec: Spec) -> Tensor:
+    """This rank's part of a whole tensor, as it is kept."""
+    axis = EXPERT_AXIS if spec.spread else TENSOR_AXIS  # if EXPERT
+    mine = take(whole, spec.split, axis.rank, axis.size)  # if EXPERT
+    mine = take(whole, spec.split, TENSOR_AXIS.rank, TENSOR_AXIS.size)  # if DENSE
+    half = spec.is_parameter and spec.trainable and spec.dtype in (torch.bfloat16, torch.float16)  # if MASTERS
+    return mine.to(DEVICE, torch.float32 if half else spec.dtype)  # a master in float32  # if MASTERS
+    return mine.to(DEVICE, spec.dtype)  # if PLAIN
+
+
+def save(mesh: Mesh, specs: Sequence[Spec], read: Callable[[str], Tensor], directory: str | Path) -> None:
+    """Write whole tensors under the model's own names, a file a pipeline rank; then rename. The one before is kept.
+    ``read(name)``: this rank's part."""
     target, beside, last = (Path(f"{directory}{end}") for end in ("", ".part", ".last"))
     if dist.get_rank() == 0:
         shutil.rmtree(beside, ignore_errors=True)
@@ -300,10 +342,12 @@ def save(mesh: Mesh, specs: Sequence[Spec], tensors: Mapping[str, Tensor], direc
     dist.barrier()
     whole: dict[str, Tensor] = {}
     for spec in specs:
-        parts = [tensors[spec.name].detach().contiguous()]
-        if spec.split is not None and mesh.tensor is not None:
-            parts = [torch.empty_like(parts[0]) for _ in range(mesh.degrees[2])]
-            dist.all_gather(parts, tensors[spec.name].detach().contiguous(), group=mesh.tensor)
+        axis = EXPERT_AXIS if spec.spread else TENSOR_AXIS  # if EXPERT
+        axis = TENSOR_AXIS  # if DENSE
+        mine = read(spec.name).detach().contiguous()
+        parts = [mine] if spec.split is None else [torch.empty_like(mine) for _ in range(axis.size)]
+        if spec.split is not None:
+            dist.all_gather(parts, mine, group=axis.group)
         if mesh.data_rank == mesh.tensor_rank == 0:
             whole[spec.name] = join(parts, spec.split).cpu()
     if mesh.data_rank == mesh.tensor_rank == 0:
@@ -317,7 +361,7 @@ def save(mesh: Mesh, specs: Sequence[Spec], tensors: Mapping[str, Tensor], direc
     dist.barrier()
 
 
-def load(mesh: Mesh, specs: Sequence[Spec], directory: str | Path) -> dict[str, Tensor]:
+def load(specs: Sequence[Spec], directory: str | Path) -> dict[str, Tensor]:
     """This rank's parts of what :func:`save` wrote, under this or any other split. Files are mapped, not read whole."""
     found: dict[str, Tensor] = {}
     for file in sorted(Path(directory).glob("*.pt")):
@@ -325,4 +369,4 @@ def load(mesh: Mesh, specs: Sequence[Spec], directory: str | Path) -> dict[str, 
     missing = [spec.name for spec in specs if spec.name not in found]
     if missing:
         raise SystemExit(f"{directory} lacks {missing[0]} and {len(missing) - 1} more of this rank's tensors")
-    return {s.name: take(found[s.name], s.split, mesh.tensor_rank, mesh.degrees[2]).to(DEVICE) for s in specs}
+    return {spec.name: part(found[spec.name], spec) for spec in specs}

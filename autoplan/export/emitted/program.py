@@ -11,7 +11,8 @@ from torch import Tensor, nn
 
 import model
 import parallel
-from gradients import Gradients
+from experts import Apart  # if EXPERT
+from gradients import Gradients  # if DENSE
 from parallel import DEVICE, Mesh, Parameters, Pipeline, Spec
 
 
@@ -25,15 +26,17 @@ class Program:
     def __init__(self, weights: str | Path | None = None, seed: int = 0, compiler: str | None = None) -> None:
         edges = [(value.source, reader) for value in model.VALUES for reader in value.readers]  # if BRANCHES
         edges = [(s, s + 1) for s in range(len(model.VALUES))]  # if CHAIN
-        self.mesh = mesh = Mesh(model.PIPELINE, model.DATA, model.TENSOR, edges)
+        self.mesh = mesh = Mesh(model.PIPELINE, model.DATA, model.TENSOR, edges)  # if NOCONTEXT
+        self.mesh = mesh = Mesh(model.PIPELINE, model.DATA * model.CONTEXT, model.TENSOR, edges)  # if CONTEXT
+        mesh.set_inside_data(parallel.CONTEXT_AXIS, model.CONTEXT)  # if CONTEXT
+        mesh.set_inside_data(parallel.EXPERT_AXIS, model.EXPERT)  # if EXPERT
         stages = [stage for stage in range(len(model.STAGES)) if stage % model.PIPELINE == mesh.pipeline_rank]
         self.specs = list({spec.name: spec for stage in stages for spec in model.specs(stage)}.values())
-        tensors = parallel.load(mesh, self.specs, weights) if weights else _random(self.specs, mesh, seed)
-        held = {s.name: nn.Parameter(tensors[s.name], requires_grad=s.trainable) for s in self.specs if s.is_parameter}
-        self.gradients = Gradients(mesh, held)
-        self.buffers = {spec.name: tensors[spec.name] for spec in self.specs if not spec.is_parameter}
-        self.root = self.gradients.read()
-        self.root.update(self.buffers)
+        tensors = parallel.load(self.specs, weights) if weights else _random(self.specs, seed)
+        self.gradients = Gradients(mesh, self.specs, tensors)  # if DENSE
+        self.gradients = Apart(mesh, self.specs, tensors)  # if EXPERT
+        self.root = self.gradients.reads
+        self.root.update({spec.name: tensors[spec.name] for spec in self.specs if not spec.is_parameter})
         aliases = {alias: name for alias, name in model.ALIASES.items() if name in self.root}  # if ALIASES
         self.root.update({alias: self.root[name] for alias, name in aliases.items()})  # if ALIASES
         self.steps, self.seed = 0, seed
@@ -56,11 +59,18 @@ class Program:
         for parameter, _ in earlier:
             parameter.grad = None
         samples = model.MICRO_BATCH_SIZE
-        first = self.mesh.data_rank * model.MICRO_BATCHES * samples
+        first = self.mesh.data_rank * model.MICRO_BATCHES * samples  # if NOCONTEXT
+        # Neighbours on the context axis take the same rows, and their own positions of them.  # if CONTEXT
+        first = self.mesh.data_rank // model.CONTEXT * model.MICRO_BATCHES * samples  # if CONTEXT
         rows = [slice(first + m * samples, first + (m + 1) * samples) for m in range(model.MICRO_BATCHES)]
         batched = {name: spec.batched for name, spec in model.INPUTS.items()}
         batches = [{n: (batch[n][r] if split else batch[n]).to(DEVICE) for n, split in batched.items()} for r in rows]
-        totals = parallel.weight_totals(self.mesh, model.loss_weights, batches)  # if WEIGHED
+        # What each mean of the loss divides by: its weight over all micro-batches and data ranks.  # if WEIGHED
+        counts = [[weight.double() for weight in model.loss_weights(each)] for each in batches]  # if WEIGHED
+        totals = torch.stack([torch.stack(weights) for weights in counts]).sum(0)  # if WEIGHED
+        if self.mesh.data is not None:  # if WEIGHED
+            dist.all_reduce(totals, group=self.mesh.data)  # if WEIGHED
+        totals = totals / model.CONTEXT  # whose ranks counted the same, whole samples  # if CONTEXT  # if WEIGHED
         for each in batches:  # if WEIGHED
             each |= {f"loss_total_{k}": total.to(model.LOSS_TOTALS[k]) for k, total in enumerate(totals)}  # if WEIGHED
         self.gradients.begin_step()
@@ -82,16 +92,18 @@ class Program:
 
     def _forward(self, stage: int, micro_batch: int, batch: Mapping[str, Tensor], *received: Tensor) -> Any:
         # One stream of random numbers a step, micro-batch, stage and data rank; tensor ranks draw alike.  # if RANDOM
-        place = (self.steps * model.MICRO_BATCHES + micro_batch) * model.DATA + self.mesh.data_rank  # if RANDOM
+        replica = self.mesh.data_rank  # if RANDOM  # if NOCONTEXT
+        replica = self.mesh.data_rank // model.CONTEXT  # if RANDOM  # if CONTEXT
+        place = (self.steps * model.MICRO_BATCHES + micro_batch) * model.DATA + replica  # if RANDOM
         torch.manual_seed(self.seed + place * len(model.STAGES) + stage)  # if RANDOM
         return self.runs[stage](Parameters(self.root), batch, *model.STAGES[stage].layers, *received)
 
     def save(self, directory: str | Path) -> None:
         """Whole tensors under the model's own names, one file a pipeline rank; readable under any split."""
-        parallel.save(self.mesh, self.specs, {**self.gradients.whole(), **self.buffers}, directory)
+        parallel.save(self.mesh, self.specs, self.gradients.whole, directory)
 
 
-def _random(specs: list[Spec], mesh: Mesh, seed: int) -> dict[str, Tensor]:
+def _random(specs: list[Spec], seed: int) -> dict[str, Tensor]:
     """The same numbers whatever the split: ones for scales, zeros for biases, normal(0, 0.02) for the rest; buffers
     have their own values in buffers.pt."""
     file = Path(__file__).with_name("buffers.pt")
@@ -101,5 +113,5 @@ def _random(specs: list[Spec], mesh: Mesh, seed: int) -> dict[str, Tensor]:
         whole = torch.empty(spec.shape).normal_(0.0, 0.02, generator=generator)
         if len(spec.shape) < 2:
             whole.fill_(0.0 if spec.name.endswith("bias") else 1.0)
-        tensors[spec.name] = parallel.take(whole.to(spec.dtype), spec.split, mesh.tensor_rank, model.TENSOR).to(DEVICE)
+        tensors[spec.name] = parallel.part(whole.to(spec.dtype), spec)
     return tensors

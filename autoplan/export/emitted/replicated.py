@@ -4,30 +4,34 @@ Contributions to the loss add up over micro-batches and ranks, so gradients are 
 buckets, last parameters first, while the backward of the last micro-batch goes on.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from parallel import Mesh, buckets
+from parallel import Mesh, Spec, buckets, parameters, rounded
 
 
 class Gradients:
-    """``working`` is what the stage reads, ``optimised`` what the optimizer updates: here they are the same."""
+    """``working`` is what the stage reads, ``optimised`` what the optimizer updates: the same but for masters."""
 
-    def __init__(self, mesh: Mesh, parameters: Mapping[str, nn.Parameter]) -> None:
-        self.mesh = mesh
-        self.working = dict(parameters)
-        self.optimised = self.working
+    def __init__(self, mesh: Mesh, specs: Sequence[Spec], tensors: Mapping[str, Tensor]) -> None:
+        self.mesh, self.optimised = mesh, parameters(specs, tensors)
+        self.working = self.optimised  # if PLAIN
+        self.working = rounded(self.optimised, specs)  # if MASTERS
+        self.reads = dict[str, Tensor](self.working)  # by the stage, with its buffers
         self._buckets = buckets(self.working) if mesh.data is not None else []
         self._sums: list[tuple[Any, Tensor, list[str]]] = []
         self._last, self._ready = False, set[str]()
         for name in (name for bucket in self._buckets for name in bucket):
             self.working[name].register_post_accumulate_grad_hook(lambda _, name=name: self._arrived(name))
 
+    @torch.no_grad()  # if MASTERS
     def begin_step(self) -> None:
+        for name, master in self.optimised.items():  # if MASTERS
+            self.working[name].copy_(master)  # if MASTERS
         self._last, self._sums = False, []
         self._ready.clear()
 
@@ -56,14 +60,13 @@ class Gradients:
             for name, piece in zip(names, pieces, strict=True):
                 self.working[name].grad = piece.view_as(self.working[name])
         self._sums = []
+        for name, read in self.working.items():  # if MASTERS
+            if read is not (master := self.optimised[name]) and read.grad is not None:  # if MASTERS
+                master.grad, read.grad = read.grad.float(), None  # if MASTERS
 
-    def read(self) -> dict[str, Tensor]:
-        """What the stage reads, by name."""
-        return dict[str, Tensor](self.working)
-
-    def whole(self) -> dict[str, Tensor]:
-        """The parameters, whole over the data axis."""
-        return {name: parameter.detach() for name, parameter in self.working.items()}
+    def whole(self, name: str) -> Tensor:
+        """A parameter (or buffer), whole over the data axis."""
+        return self.optimised.get(name, self.reads[name]).detach()
 
 
 def _gradient(parameter: nn.Parameter) -> Tensor:

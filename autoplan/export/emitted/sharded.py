@@ -4,7 +4,7 @@ gradients are reduce-scattered after every micro-batch, a step begins by gatheri
 Optimizers that work element by element (SGD, Adam, AdamW) compute the same numbers on slices as on whole parameters.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -12,19 +12,22 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from parallel import Mesh, buckets
+from parallel import Mesh, Spec, buckets, parameters, rounded
 
 
 class Gradients:
     """``working`` is what the stage reads, ``optimised`` this rank's slices, for the optimizer."""
 
-    def __init__(self, mesh: Mesh, parameters: Mapping[str, nn.Parameter]) -> None:
-        self.mesh, self.working = mesh, dict(parameters)
-        mine = {name: self._rows(p)[mesh.data_rank] for name, p in parameters.items() if p.requires_grad}
+    def __init__(self, mesh: Mesh, specs: Sequence[Spec], tensors: Mapping[str, Tensor]) -> None:
+        self.mesh, held = mesh, parameters(specs, tensors)
+        self.working = held  # if PLAIN
+        self.working = rounded(held, specs)  # if MASTERS
+        self.reads = dict[str, Tensor](self.working)  # by the stage, with its buffers
+        mine = {name: self._rows(p)[mesh.data_rank] for name, p in held.items() if p.requires_grad}
         self.optimised = {name: nn.Parameter(row.clone()) for name, row in mine.items()}
         self._buckets = buckets(self.working)
-        self._sums: dict[int, Tensor] = {}
-        self._sent: list[tuple[Any, Tensor, int]] = []
+        self._sums: dict[str, Tensor] = {}
+        self._sent: list[tuple[Any, Tensor, list[str]]] = []
         self._started, self._ready = len(self._buckets), set[str]()
         for name in self.optimised:
             self.working[name].register_post_accumulate_grad_hook(lambda _, name=name: self._arrived(name))
@@ -39,6 +42,7 @@ class Gradients:
         """Working parameters from all ranks' slices."""
         for names in self._buckets:
             mine = torch.cat([self.optimised[name].detach() for name in names])
+            mine = mine.to(self.working[names[0]].dtype)  # if MASTERS
             everyone = mine.new_empty(self.mesh.degrees[1], mine.numel())
             dist.all_gather_into_tensor(everyone.view(-1), mine, group=self.mesh.data)
             columns = everyone.split([self.optimised[name].numel() for name in names], dim=1)
@@ -58,39 +62,38 @@ class Gradients:
             self._start()
 
     def _start(self) -> None:
-        rows = []
-        for name in self._buckets[self._started]:
+        names, rows = self._buckets[self._started], []
+        for name in names:
             gradient = self.working[name].grad
             rows.append(self._rows(torch.zeros_like(self.working[name]) if gradient is None else gradient))
             self.working[name].grad = None
         matrix = torch.cat(rows, dim=1)
         mine = matrix.new_empty(matrix.shape[1])
         work = dist.reduce_scatter_tensor(mine, matrix.view(-1), group=self.mesh.data, async_op=True)
-        self._sent.append((work, mine, self._started))
+        self._sent.append((work, mine, names))
         self._started += 1
 
     def _flush(self) -> None:
         while self._started < len(self._buckets):
             self._start()
-        for work, mine, index in self._sent:
+        for work, mine, names in self._sent:
             work.wait()
-            self._sums[index] = self._sums[index].add_(mine) if index in self._sums else mine
+            pieces = mine.split([self.optimised[name].numel() for name in names])
+            for name, piece in zip(names, pieces, strict=True):
+                self._sums[name] = self._sums[name].add_(piece) if name in self._sums else piece
         self._sent = []
 
     def finish_step(self) -> None:
         """Afterwards every slice has its gradient of the whole batch."""
         self._flush()
-        for index, total in self._sums.items():
-            names = self._buckets[index]
-            pieces = total.split([self.optimised[name].numel() for name in names])
-            for name, piece in zip(names, pieces, strict=True):
-                self.optimised[name].grad = piece
+        for name, total in self._sums.items():
+            self.optimised[name].grad = total  # if PLAIN
+            self.optimised[name].grad = total.to(self.optimised[name].dtype)  # if MASTERS
 
-    def read(self) -> dict[str, Tensor]:
-        """What the stage reads, by name."""
-        return dict[str, Tensor](self.working)
-
-    def whole(self) -> dict[str, Tensor]:
-        """The parameters, whole over the data axis."""
-        self.begin_step()
-        return {name: parameter.detach() for name, parameter in self.working.items()}
+    def whole(self, name: str) -> Tensor:
+        """A parameter (or buffer), whole over the data axis."""
+        if (mine := self.optimised.get(name)) is None:
+            return self.reads[name].detach()
+        everyone = mine.new_empty(self.mesh.degrees[1] * mine.numel())
+        dist.all_gather_into_tensor(everyone, mine.detach(), group=self.mesh.data)
+        return everyone[: self.working[name].numel()].view_as(self.working[name])

@@ -92,7 +92,10 @@ def uneven(counts: list[int]) -> bool:
 
 
 def nodes_and_each(plan: Plan) -> tuple[int, int]:
-    """(nodes, processes a node) of the GPUs that the plan uses."""
+    """(nodes, processes a node) of the GPUs that the plan uses; of nodes of unequal size, the largest's."""
+    if machines := plan.cluster.machines_used:
+        each = min(plan.gpus_used, max(gpus for _, gpus in machines))
+        return sum(number for number, _ in machines), each
     used, each = plan.gpus_used, plan.cluster.gpus_per_node
     return (1, used) if used <= each else (-(-used // each), each)
 
