@@ -340,6 +340,12 @@ class ClusterSummary:
         named = parts or [(self.nodes, self.gpus_per_node, self.device)]
         return " + ".join(f"{f'{nodes}{times}' if nodes > 1 else ''}{gpus} {name}" for nodes, gpus, name in named)
 
+    @property
+    def machines_used(self) -> tuple[tuple[int, int], ...]:
+        """(machines, GPUs of each) of every group that is used, in rank order; () where all are of one kind."""
+        used = sorted((group for group in self.groups if group.gpus_used), key=lambda group: group.first_rank)
+        return tuple((-(-group.gpus_used // group.gpus_per_node), group.gpus_per_node) for group in used)
+
     def memory_of(self, stage: Stage) -> float:
         """Bytes of the GPUs that run ``stage``: of the smallest, where they are of several kinds."""
         named = [group.memory_bytes for group in self.groups if group.name in stage.device.split(" + ")]

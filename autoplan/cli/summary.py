@@ -99,7 +99,8 @@ def _host(plan: Plan) -> list[str]:
     """What loading takes of a node's own memory."""
     if not plan.predicted.host_load_bytes:
         return []
-    processes = min(plan.gpus_used, plan.cluster.gpus_per_node)
+    largest = max((gpus for _, gpus in plan.cluster.machines_used), default=plan.cluster.gpus_per_node)
+    processes = min(plan.gpus_used, largest)
     loading = f"its {processes} processes load" if processes > 1 else "the process loads"
     return [f"{size(plan.predicted.host_load_bytes)} of host memory a node while {loading} the model whole"]
 

@@ -372,7 +372,7 @@ def _case(searched: Searched, chosen: Alone | MixedFound, plan: Plan, rows: tupl
     else:
         said = f"Only {plan.cluster.groups[chosen.groups[0]].name}. {plan.case.removesuffix('.')}"
     if idle:
-        named = " and ".join(f"the {group.gpus} {group.name}" for group in idle)
+        named = " and ".join(f"the {group.gpus if group.gpus > 1 else 'one'} {group.name}" for group in idle)
         said += f". Idle: {named}, {_why_idle(searched, plan, rows)}"
     return said + "."
 
@@ -395,13 +395,15 @@ def _why_idle(searched: Searched, plan: Plan, rows: tuple[Way, ...]) -> str:
     groups = plan.cluster.groups
     idle = {index for index, group in enumerate(groups) if not group.gpus_used}
     if not idle & set(usable_groups(searched.problem)):
-        return f"which have no {searched.problem.precision} units"
+        have = "have" if sum(groups[index].gpus for index in idle) > 1 else "has"
+        return f"which {have} no {searched.problem.precision} units"
     if plan.forced:
         return "as forced"
     best_s = min((_step_s(way) for way in rows if not way.chosen and way.groups & idle), default=math.inf)
     if math.isinf(best_s):
         return "because no plan that uses them fits"
-    return f"because with them the best plan is {_pace(best_s, plan)}"
+    with_it = "them" if sum(groups[index].gpus for index in idle) > 1 else "it"
+    return f"because with {with_it} the best plan is {_pace(best_s, plan)}"
 
 
 def _notes(searched: Searched, plan: Plan) -> list[str]:
