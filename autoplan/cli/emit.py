@@ -25,6 +25,7 @@ def emit(
     Example: autoplan emit llama3-8b plan.json -o llama3-8b-program
     """
     from autoplan.export import emit_model
+    from autoplan.export.targets import starting
     from autoplan.export.targets.types import nodes_and_each
 
     check_folder(output, what="program", json=json, printed=False)
@@ -41,3 +42,5 @@ def emit(
     nodes, each = nodes_and_each(wanted)
     where = f" --nnodes {nodes} --rdzv-endpoint HOST:29500" if nodes > 1 else ""
     typer.echo(f"run: cd {folder} && torchrun --nproc-per-node {each}{where} train.py")
+    for said in starting(wanted):
+        typer.echo(f"of several kinds: {said}")

@@ -22,13 +22,19 @@ def _naming_kinds(export: Callable[[Plan], Exported]) -> Callable[[Plan], Export
 
 
 def _places(plan: Plan) -> list[str]:
+    said = starting(plan)
+    return [f"which machine is which: {said[0]}", *said[1:]] if said else []
+
+
+def starting(plan: Plan) -> list[str]:
+    """How machines of several kinds are to be started, so that stages stand on theirs; [] where all are alike."""
     used = sorted((group for group in plan.cluster.groups if group.gpus_used), key=lambda group: group.first_rank)
     if not used:
         return []
     ranks = ", ".join(f"{g.first_rank} to {g.first_rank + g.gpus_used - 1} on {g.name}" for g in used)
     said = [
-        f"which machine is which: ranks {ranks}; the c10d rendezvous numbers machines as they come, so start each by "
-        "torchrun --rdzv-backend static --node-rank N --master-addr HOST, in this order"
+        f"ranks {ranks}; the c10d rendezvous numbers machines as they come, so start each by torchrun --rdzv-backend "
+        "static --node-rank N --master-addr HOST, in this order"
     ]
     if len({group.gpus_per_node for group in used}) > 1:
         each = ", ".join(f"{group.gpus_per_node} on {group.name}" for group in used)
@@ -50,7 +56,7 @@ TARGETS: dict[str, Target] = {
     )
 }
 
-__all__ = ["TARGETS", "Exported", "Imported", "Target", "target_named"]
+__all__ = ["TARGETS", "Exported", "Imported", "Target", "starting", "target_named"]
 
 
 def target_named(name: str) -> Target:
