@@ -6,6 +6,7 @@ that is neither torch's, nor Python's, nor this room's is the line that cannot b
 
 from __future__ import annotations
 
+import functools
 import inspect
 import linecache
 import os
@@ -40,23 +41,38 @@ _FORBIDDEN_LINES = (
 
 def user_frame(frames: Iterable[traceback.FrameSummary]) -> traceback.FrameSummary | None:
     """The innermost frame of the user's own code; of an installed package's where there is none."""
-    candidates = [frame for frame in frames if _is_model_code(frame.filename)]
+    candidates = [frame for frame in frames if is_model_file(frame.filename)]
     own = [frame for frame in candidates if not os.path.abspath(frame.filename).startswith(_PACKAGES)]
     chosen = own or candidates
     return chosen[-1] if chosen else None
 
 
-def _is_model_code(filename: str) -> bool:
+@functools.lru_cache(maxsize=4096)
+def is_model_file(filename: str) -> bool:
+    """Whether it is neither torch's, nor Python's, nor of this room."""
     path = os.path.abspath(filename)
     if path.startswith((_TORCH, _HERE)) or not os.path.exists(path):
         return False
     return path.startswith(_PACKAGES) or not path.startswith(_PYTHON)
 
 
+@functools.lru_cache(maxsize=4096)
+def is_users_file(filename: str) -> bool:
+    """Whether it is the user's own, and of no installed package."""
+    return is_model_file(filename) and not os.path.abspath(filename).startswith(_PACKAGES)
+
+
 def describe(frame: traceback.FrameSummary) -> str:
     """``file.py:12 in forward: `the line```."""
     line = (frame.line or linecache.getline(frame.filename, frame.lineno or 0)).strip()
     return f"{frame.filename}:{frame.lineno} in {frame.name}" + (f": `{line}`" if line else "")
+
+
+def described_line(place: str) -> str:
+    """``file.py:12`` with the line that stands there."""
+    file, _, number = place.rpartition(":")
+    line = linecache.getline(file, int(number)).strip()
+    return place + (f": `{line}`" if line else "")
 
 
 def current_line() -> str:
@@ -117,7 +133,7 @@ def trace_failure(error: BaseException, module: torch.nn.Module) -> CaptureError
     frame = user_frame(frames)
     where = describe(frame) if frame else forward_line(module)
     first = _first_line(error)
-    if _is_data_dependent(error):
+    if is_data_dependent(error):
         line = ((frame.line if frame else "") or "").strip()
         return CaptureError(
             "cannot trace this model: its Python control flow depends on a tensor's values",
@@ -146,7 +162,8 @@ def _frames(error: BaseException) -> list[traceback.FrameSummary]:
     return frames
 
 
-def _is_data_dependent(error: BaseException) -> bool:
+def is_data_dependent(error: BaseException) -> bool:
+    """Whether tracing failed because values are not known."""
     from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
     from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 

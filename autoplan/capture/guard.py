@@ -8,11 +8,12 @@ tensor that the model does not own (a module in a plain list, a parameter in a c
 
 from __future__ import annotations
 
+import contextlib
 import random
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Self
 from unittest import mock
 
 import torch
@@ -20,29 +21,24 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.overrides import TorchFunctionMode
 
-from autoplan.capture.errors import current_line
+from autoplan.capture import hooks
+from autoplan.capture.errors import current_line, is_data_dependent
+from autoplan.capture.swallowed import Raised
+from autoplan.capture.tracked import note_operands
+from autoplan.capture.unkept import Unkept
 from autoplan.errors import CaptureError
 
 
 @contextmanager
-def untouched(model: nn.Module) -> Iterator[Callable[[], list[str]]]:
-    """Restore model and random states on the way out. Yields what tells, while the forward is still under trace,
-    which attributes it changed: torch itself puts some of them back afterwards."""
-    saved = [(path, module, _snapshot(module)) for path, module in model.named_modules()]
+def untouched(model: nn.Module) -> Iterator[None]:
+    """Restore model and random states on the way out."""
+    saved = [(module, _snapshot(module)) for module in model.modules()]
     states = _random_states()
-
-    def changes() -> list[str]:
-        return [
-            f"{path}.{name}" if path else name
-            for path, module, snapshot in saved
-            for name in sorted(_changed(module, snapshot))
-        ]
-
     try:
-        yield changes
+        yield
     finally:
         _restore_random_states(states)
-        for _, module, snapshot in saved:
+        for module, snapshot in saved:
             _restore(module, snapshot)
 
 
@@ -51,16 +47,6 @@ def _snapshot(module: nn.Module) -> tuple[dict[str, Any], dict[str, Any]]:
     attributes = dict(module.__dict__)
     copies = {key: value.copy() for key, value in attributes.items() if isinstance(value, (dict, list, set))}
     return attributes, copies
-
-
-def _changed(module: nn.Module, snapshot: tuple[dict[str, Any], dict[str, Any]]) -> set[str]:
-    """The user's own attributes that are not what they were; parameters and buffers are torch's business."""
-    attributes, copies = snapshot
-    now = module.__dict__
-    changed = now.keys() ^ attributes.keys()
-    changed |= {key for key, value in attributes.items() if key in now and not _equal(now[key], value)}
-    changed |= {key for key, copy in copies.items() if not _same(attributes[key], copy)}
-    return {key for key in changed if not key.startswith("_")}
 
 
 def _restore(module: nn.Module, snapshot: tuple[dict[str, Any], dict[str, Any]]) -> None:
@@ -86,19 +72,6 @@ def _same(value: Any, copy: Any) -> bool:
     return all(mine is other for mine, other in zip(value, copy, strict=True))
 
 
-def _equal(value: Any, other: Any) -> bool:
-    """Equal as far as that is safe to ask: torch rebuilds containers while it traces, tensors answer with tensors."""
-    if value is other:
-        return True
-    if type(value) is not type(other):
-        return False
-    if isinstance(value, dict):
-        return value.keys() == other.keys() and all(_equal(item, other[key]) for key, item in value.items())
-    if isinstance(value, (list, tuple)):
-        return len(value) == len(other) and all(_equal(mine, yours) for mine, yours in zip(value, other, strict=True))
-    return isinstance(value, (str, int, float, set, frozenset)) and value == other
-
-
 def _random_states() -> tuple[Any, ...]:
     numpy = sys.modules.get("numpy")
     devices = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else None
@@ -116,7 +89,7 @@ def _restore_random_states(states: tuple[Any, ...]) -> None:
 
 
 @contextmanager
-def watched() -> Iterator[list[CaptureError]]:
+def watched(notes: list[str]) -> Iterator[list[CaptureError]]:
     """Yields a list that fills with refusals while the forward is traced; the first is the one to raise."""
     refusals: list[CaptureError] = []
     original = torch.autograd.Function.__dict__["apply"].__func__
@@ -127,26 +100,64 @@ def watched() -> Iterator[list[CaptureError]]:
             raise refusals[-1]
         return original(cls, *args, **kwargs)
 
-    with mock.patch.object(torch.autograd.Function, "apply", classmethod(apply)):
+    patched: Any = mock.patch.object(torch.autograd.Function, "apply", classmethod(apply))
+    with patched, hooks.saving_watched(refusals, notes):
         yield refusals
+
+
+class Watch(contextlib.ExitStack):
+    """Around a forward under trace; raises on the way out what was refused and what the forward swallowed."""
+
+    def __init__(self, refusals: list[CaptureError], model: nn.Module) -> None:
+        super().__init__()
+        self._refusals, self._model, self._raised = refusals, model, Raised()
+
+    def __enter__(self) -> Self:
+        super().__enter__()
+        self._raised.clear()
+        self.enter_context(self._raised.noted())
+        self.enter_context(ForeignTensors(self._refusals, self._raised))
+        return self
+
+    def __exit__(self, kind: Any, error: Any, trace: Any) -> bool | None:
+        super().__exit__(kind, error, trace)
+        swallowed = None if error is not None else self._raised.swallowed(self._model)
+        self._raised.clear()
+        if swallowed is not None:
+            self._refusals.append(swallowed)
+        if error is None and self._refusals:
+            raise self._refusals[0]
+        return None
 
 
 class ForeignTensors(TorchFunctionMode):
     """Around a forward under trace: refuses operators on real tensors that need a gradient, since all that the model
-    owns is fake then. Torch's own work before and after the forward is on real ones."""
+    owns is fake then, and hooks of the backward. Torch's own work before and after the forward is on real ones."""
 
-    def __init__(self, refusals: list[CaptureError]) -> None:
+    def __init__(self, refusals: list[CaptureError], raised: Raised) -> None:
         super().__init__()
-        self._refusals = refusals
+        self._refusals, self._raised, self._unkept = refusals, raised, Unkept()
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        note_operands((*args, *kwargs.values()))
         for value in (*args, *kwargs.values()):
             for item in value if isinstance(value, (list, tuple)) else (value,):
                 if isinstance(item, Tensor) and not isinstance(item, FakeTensor) and _trains(item):
                     self._refusals.append(_foreign_tensor(item))
                     raise self._refusals[-1]
-        return function(*args, **kwargs)
+        refused = hooks.refused_call(function) or self._unkept.refused(function, args, kwargs)
+        if refused is not None:
+            self._refusals.append(refused)
+            raise refused
+        try:
+            result = function(*args, **kwargs)
+        except Exception as error:
+            if is_data_dependent(error):
+                self._raised.add(error)
+            raise
+        self._unkept.note(function, result)
+        return result
 
 
 def _trains(tensor: Tensor) -> bool:

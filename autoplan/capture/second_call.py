@@ -1,25 +1,25 @@
-"""Whether a second call computes what the first did, where a forward changes attributes of its modules.
+"""Whether two traces of a model make their loss alike: of a first call, and of a second that finds what the first left.
 
-A counter that nothing reads, a tensor kept for inspection, a mask built at the first call are side effects and no more:
-the program may do without. What the next call reads (a step number, a hidden state) would be lost: the traced program
-would repeat the first call for ever. Which it is, is told by calling twice under one trace, so that the second finds
-what the first left, and comparing how the second's loss is made.
+A counter that nothing reads, a tensor kept for inspection, a mask built at the first call change nothing: the program
+may do without. What the next call reads (a step number, a hidden state) does; see :mod:`.side_effects`.
 """
 
 from __future__ import annotations
 
-import inspect
-import re
-from collections.abc import Callable, Mapping, Sequence
+import contextlib
+from collections.abc import Iterator, Mapping
 from operator import attrgetter
 from typing import Any
 
 from torch import Tensor, nn
 from torch.fx import GraphModule, Node
+from torch.fx.traceback import annotate, preserve_node_meta
 
-from autoplan.capture.errors import forward_line
-from autoplan.errors import CaptureError
+from autoplan.capture.blocks import inline_blocks
+from autoplan.capture.errors import node_line
 
+_BEFORE = "autoplan_calls_before"
+_DETACH = "aten.detach.default"
 _LOOKED_AT = 2**16  # elements of a constant
 # Operators that return the very tensor they were given where there is nothing to do.
 _HANDING_ON = (
@@ -34,26 +34,83 @@ _HANDING_ON = (
 Made = tuple[Any, ...]
 
 
-def same_loss(one: GraphModule, other: GraphModule) -> bool:
-    """Whether both make their output by the same operators on the same inputs, parameters and constants."""
+@contextlib.contextmanager
+def calls_before() -> Iterator[None]:
+    """Around the calls before the last: what they leave in parameters and buffers is where the last starts from."""
+    with preserve_node_meta(), annotate({_BEFORE: True}):
+        yield
+
+
+def first_difference(one: GraphModule, other: GraphModule) -> str | None:
+    """Where ``other`` first makes what ``one`` does not, on the way to its output; None where both make their output
+    by the same operators on the same inputs, parameters and constants."""
+    for module in (one, other):
+        inline_blocks(module)
     numbers: dict[Made, int] = {}
-    return _output(one, numbers) == _output(other, numbers)
+    wanted, _ = _output(one, numbers)
+    known = len(numbers)
+    found, of_node = _output(other, numbers)
+    if found == wanted:
+        return None
+    new = next((node for node, number in of_node.items() if number >= known and node.op == "call_function"), None)
+    return node_line(new if new is not None else next(iter(of_node)))
 
 
-def _output(module: GraphModule, numbers: dict[Made, int]) -> int:
-    """The number of the output's making; equal makings share a number in ``numbers``."""
+def _output(module: GraphModule, numbers: dict[Made, int]) -> tuple[int, dict[Node, int]]:
+    """The number of the output's making, and of every node's that it is made of; equal makings share a number."""
     of_node: dict[Node, int] = {}
+    without_gradient: set[int] = set()
     nodes = list(module.graph.nodes)
     needed = _ancestors(nodes[-1])
     for node in nodes:
         if node not in needed:
             continue
-        if (operand := _handed_on(node)) is not None:
+        operand = _handed_on(node) or _advanced(node, module)
+        if operand is None and str(node.target) == _DETACH and of_node[node.args[0]] in without_gradient:
+            operand = node.args[0]
+        if operand is not None:
             of_node[node] = of_node[operand]
         else:
             made = (node.op, *_what(node, module, numbers), _plain(node.args, of_node), _plain(node.kwargs, of_node))
             of_node[node] = numbers.setdefault(made, len(numbers))
-    return of_node[nodes[-1]]
+            if node.op == "get_attr" and not isinstance(attrgetter(str(node.target))(module), nn.Parameter):
+                without_gradient.add(of_node[node])
+    return of_node[nodes[-1]], of_node
+
+
+def _advanced(node: Node, module: GraphModule) -> Node | None:
+    """The parameter or buffer that a call before the last changes in place: the program keeps it, from step to step."""
+    if not (node.meta.get("custom") or {}).get(_BEFORE) or not _writes(node):
+        return None
+    operand = base = node.args[0]
+    while isinstance(base, Node) and base.op == "call_function" and base.args and (_writes(base) or _is_alias(base)):
+        base = base.args[0]
+    if not isinstance(operand, Node) or not isinstance(base, Node) or base.op != "get_attr":
+        return None
+    value = attrgetter(str(base.target))(module)
+    return operand if isinstance(value, Tensor) and not _is_constant(base, value, module) else None
+
+
+def _is_alias(node: Node) -> bool:
+    return _handed_on(node) is not None or str(node.target) == _DETACH
+
+
+def _writes(node: Node) -> bool:
+    """Whether an operator writes into its first operand."""
+    schema = getattr(node.target, "_schema", None)
+    first = schema.arguments[0].alias_info if schema is not None and schema.arguments else None
+    return first is not None and first.is_write
+
+
+def written_constant(module: GraphModule) -> Node | None:
+    """The first operator that writes into a tensor of the user's that is neither parameter nor buffer."""
+    for node in module.graph.nodes:
+        operand = node.args[0] if node.args and _writes(node) else None
+        if isinstance(operand, Node) and operand.op == "get_attr":
+            value = attrgetter(str(operand.target))(module)
+            if isinstance(value, Tensor) and _is_constant(operand, value, module):
+                return node
+    return None
 
 
 def _handed_on(node: Node) -> Node | None:
@@ -90,7 +147,7 @@ def _what(node: Node, module: GraphModule, numbers: dict[Made, int]) -> tuple[An
     if node.op == "get_attr":
         value = attrgetter(str(node.target))(module)
         if isinstance(value, GraphModule):
-            return ("region", _output(value, numbers))
+            return ("region", _output(value, numbers)[0])
         if isinstance(value, Tensor) and _is_constant(node, value, module):
             return ("constant", tuple(value.shape), str(value.dtype), repr(value.tolist()))
     return (str(node.target),)
@@ -98,7 +155,9 @@ def _what(node: Node, module: GraphModule, numbers: dict[Made, int]) -> tuple[An
 
 def _is_constant(node: Node, value: Tensor, module: GraphModule) -> bool:
     """Whether it is a tensor made while tracing, whose name says nothing, with numbers to look at."""
-    owned = isinstance(value, nn.Parameter) or str(node.target) in dict(module.named_buffers())
+    # What is the user's has a path; a constant of a no_grad block is a buffer of the trace's own making.
+    target = str(node.target)
+    owned = isinstance(value, nn.Parameter) or ("." in target and target in dict(module.named_buffers()))
     return not owned and not value.is_meta and value.numel() <= _LOOKED_AT
 
 
@@ -111,32 +170,3 @@ def _plain(argument: Any, of_node: Mapping[Node, int]) -> Any:
     if isinstance(argument, dict):
         return tuple((key, _plain(item, of_node)) for key, item in argument.items())
     return (type(argument).__name__, str(argument))
-
-
-def refusal(model: nn.Module, changed: Sequence[str]) -> CaptureError:
-    """The error of a model whose next call reads one of ``changed``, its attributes by path."""
-    place = next((line for name in changed if (line := _line(model, name))), forward_line(model))
-    names = " and ".join(f"self.{name}" for name in changed)
-    return CaptureError(
-        f"forward changes {names}, and the next call computes something else for it: the captured program would "
-        "repeat the first call for ever",
-        where=place,
-        legal="state in buffers, which is kept from step to step; attributes that no later call reads",
-        attempt=f"self.register_buffer({changed[0].rpartition('.')[2]!r}, torch.zeros(...)) and change it in place, or "
-        "pass the value as an input",
-    )
-
-
-def _line(model: nn.Module, name: str) -> str:
-    """Where the forward of the attribute's module first names it; "" where its source is not to be had."""
-    path, _, attribute = name.rpartition(".")
-    try:
-        forward: Callable[..., Any] = type(model.get_submodule(path)).forward
-        lines, first = inspect.getsourcelines(forward)
-        file = inspect.getsourcefile(forward)
-    except (AttributeError, OSError, TypeError):
-        return ""
-    for number, line in enumerate(lines, first):
-        if re.search(rf"\bself\.{re.escape(attribute)}\b", line):
-            return f"{file}:{number}"
-    return ""

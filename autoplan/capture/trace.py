@@ -22,14 +22,16 @@ from torch.export import Dim
 from torch.fx import GraphModule
 
 from autoplan.capture import batch as batches
-from autoplan.capture import draws, huggingface, second_call
+from autoplan.capture import hooks, huggingface, side_effects
 from autoplan.capture.autocast import cast_in_trace
 from autoplan.capture.batch_paths import one_path
 from autoplan.capture.checkpointing import marked_regions
 from autoplan.capture.errors import trace_failure
 from autoplan.capture.folding import Folding
-from autoplan.capture.guard import ForeignTensors, untouched, watched
+from autoplan.capture.guard import Watch, untouched, watched
+from autoplan.capture.noticed import Noticed
 from autoplan.capture.output import pick_loss
+from autoplan.capture.second_call import calls_before
 from autoplan.capture.shapes import MAX_BATCH
 from autoplan.errors import CaptureError
 from autoplan.uncollected import uncollected
@@ -61,18 +63,17 @@ class CallAndLoss(nn.Module):
         self.watch: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
         self.traced: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext
         self.calls = 1
-        self.after_forward: Callable[[], None] = lambda: None
         self.noticed: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext
 
     def forward(self, *tensors: Tensor) -> Tensor:
         batch = batches.replace_leaves(self.example[0], dict(zip(self.paths, tensors, strict=True)))
         call = batches.bind(self.model, batch, self.loss_fn)
         with self.watch, self.traced(), self.noticed():
-            for _ in range(self.calls):
-                output = self.model(*call.args, **call.kwargs)
-                if self.loss_fn is not None:
-                    output = self.loss_fn(output, *call.loss_args, **(call.loss_kwargs or {}))
-        self.after_forward()
+            for index in range(self.calls):
+                with calls_before() if index + 1 < self.calls else contextlib.nullcontext():
+                    output = self.model(*call.args, **call.kwargs)
+                    if self.loss_fn is not None:
+                        output = self.loss_fn(output, *call.loss_args, **(call.loss_kwargs or {}))
         return pick_loss(output, self.model, self.loss_fn)
 
 
@@ -91,13 +92,17 @@ def trace(
     wrapper = CallAndLoss(model, loss_fn, batch)
     size = batches.batch_size(found)
     arguments = batches.arguments(model, batches.bind(model, batch, loss_fn))
+    for module in (model, loss_fn):
+        if isinstance(module, nn.Module):
+            hooks.check_registered(module)
     shadow = needs_shadow(wrapper, dtype)
     inputs = _place(found.values(), model, shadow, dtype)
+    noticed = Noticed(model, loss_fn)
     with (
         contextlib.nullcontext() if folding is None else folding.hollowed(),
-        untouched(wrapper) as changes,
+        untouched(wrapper),
         huggingface.prepared(model, arguments, notes),
-        watched() as refusals,
+        watched(notes) as refusals,
         marked_regions(notes),
         cast_in_trace("meta" if shadow else _device_type(model), device, notes),
         _on_meta(wrapper, dtype) if shadow else contextlib.nullcontext(),
@@ -105,24 +110,28 @@ def trace(
         torch.enable_grad(),
         _silence(),
         uncollected(),
+        noticed.watched(),
     ):
-        wrapper.watch = ForeignTensors(refusals)
-        drawn: list[bool] = []
-        wrapper.noticed = lambda: draws.noticed(drawn)
+        wrapper.watch = Watch(refusals, model)
+        wrapper.noticed = noticed.forward
         if folding is not None:
             wrapper.traced = folding.traced
-        seen: list[str] = []
-        wrapper.after_forward = lambda: seen.extend(_of_users(changes()))
+
+        def again(calls: int) -> GraphModule:
+            wrapper.calls = calls
+            try:
+                with untouched(wrapper), contextlib.redirect_stdout(io.StringIO()):
+                    return _export(wrapper, inputs, size, [])[0]
+            finally:
+                wrapper.calls = 1
+
         try:
             with untouched(wrapper):
                 graph_module, dynamic = _export(wrapper, inputs, size, notes)
-            if drawn:
-                raise draws.refusal(model, lambda: _export(wrapper, inputs, size, notes))
-            if changed := list(dict.fromkeys(seen)):
-                if folding is not None:  # it knows each kind of block by its first call: the whole trace tells
-                    raise second_call.refusal(model, changed)
-                _check_second_call(wrapper, inputs, size, graph_module, changed)
-                notes.extend(_side_effects(changed))
+            if folding is not None and (noticed.may_differ or noticed.draws or noticed.sources.entropy):
+                # it knows each kind of block by its first call: the whole trace tells
+                raise side_effects.state_refusal(noticed, model, again)
+            notes.extend(side_effects.check(noticed, model, graph_module, again))
         except CaptureError:
             raise
         except Exception as error:
@@ -135,29 +144,6 @@ def trace(
 def _device_type(model: nn.Module) -> str:
     tensors = (*model.parameters(), *model.buffers())
     return tensors[0].device.type if tensors else "cpu"
-
-
-def _of_users(changed: list[str]) -> list[str]:
-    return [name.removeprefix(MODEL_PREFIX + ".") for name in changed if "." in name]
-
-
-def _side_effects(changed: list[str]) -> list[str]:
-    return [f"forward changes self.{name}: a side effect that the captured program does not have" for name in changed]
-
-
-def _check_second_call(
-    wrapper: CallAndLoss, inputs: list[Tensor], size: int, first: GraphModule, changed: list[str]
-) -> None:
-    """Raise CaptureError where the next call, which finds the attributes ``changed``, computes another loss."""
-    wrapper.calls = 2
-    try:
-        second, _ = _export(wrapper, inputs, size, [])
-    except Exception as error:
-        raise second_call.refusal(wrapper.model, changed) from error
-    finally:
-        wrapper.calls = 1
-    if not second_call.same_loss(first, second):
-        raise second_call.refusal(wrapper.model, changed)
 
 
 def needs_shadow(model: nn.Module, dtype: torch.dtype | None) -> bool:

@@ -342,7 +342,7 @@ def by_choice(x: Tensor) -> Tensor:
 
 
 def by_numpy(x: Tensor) -> Tensor:
-    return x * float(np.random.rand())
+    return x * float(np.random.rand())  # NumPy draws
 
 
 class Draws(Base):
@@ -350,13 +350,13 @@ class Draws(Base):
         super().__init__()
         self.draw = draw
 
-    def forward(self, x: Tensor) -> Tensor:  # a forward that draws
+    def forward(self, x: Tensor) -> Tensor:
         return self.draw(self.layer(x)).square().mean()
 
 
 @pytest.mark.parametrize("take", [capture, capture_folded])
 @pytest.mark.parametrize(
-    ("draw", "marker"), [(by_python, "Python draws"), (by_choice, "Python chooses"), (by_numpy, "a forward that draws")]
+    ("draw", "marker"), [(by_python, "Python draws"), (by_choice, "Python chooses"), (by_numpy, "NumPy draws")]
 )
 def test_random_numbers_that_are_not_torchs_would_be_frozen(take: Any, draw: Any, marker: str) -> None:
     with pytest.raises(CaptureError, match="one draw for ever") as error:
