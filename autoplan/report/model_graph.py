@@ -134,7 +134,7 @@ def _box(plan: Plan, runs: list[tuple[int, int, int]], at: int, columns: int, to
     wide = WIDTH / columns
     column = at % columns
     names = plan.model.layers
-    label = _short(names[first]) if first == last else f"{last - first + 1} layers"
+    label = short(names[first]) if first == last else f"{last - first + 1} layers"
     title = f"{names[first]}" if first == last else f"{names[first]} to {names[last]}"
     return Box(
         x=column * wide,
@@ -159,10 +159,11 @@ def _also_read(plan: Plan, readers: list[int]) -> str:
     return f"; also read by {named}{more}"
 
 
-def _short(name: str) -> str:
-    """The end of a module path that says which layer it is: ``layers.5`` of ``model.layers.5``."""
+def short(name: str) -> str:
+    """The end of a module path that says which layer it is: ``layers.5`` of ``model.layers.5``, ``3.resnets`` of
+    ``down.3.resnets``."""
     parts = name.split(".")
-    return ".".join(parts[-2:] if parts[-1].isdigit() else parts[-1:])
+    return ".".join(parts[-2:] if any(part.isdigit() for part in parts[-2:]) else parts[-1:])
 
 
 def _recompute(plan: Plan, stage: int, layer: int) -> str:

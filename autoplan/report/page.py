@@ -117,9 +117,8 @@ def _stage(plan: Plan, index: int, stage: Stage, *, work: float) -> dict[str, An
     layers = [names[i] for i in dict.fromkeys((stage.first_layer, stage.last_layer))]
     return {
         "index": index,
-        "gpus": (f"{first}" if width == 1 else f"{first}-{first + width - 1}")
-        + (f" ({stage.device})" if stage.device else ""),
-        "layers": " to ".join(map(_short, layers)),
+        "gpus": f"{first}" if width == 1 else f"{first}-{first + width - 1}",
+        "layers": " to ".join(map(model_graph.short, layers)),
         "layers_in_full": " to ".join(layers),
         "number": stage.last_layer - stage.first_layer + 1,
         "work": percent(work) if work else "",
@@ -128,12 +127,6 @@ def _stage(plan: Plan, index: int, stage: Stage, *, work: float) -> dict[str, An
         "capacity": plan.cluster.memory_of(stage),
         "of": stage,
     }
-
-
-def _short(name: str) -> str:
-    """The end of a module path that says which layer it is: ``layers.5`` of ``model.layers.5``."""
-    parts = name.split(".")
-    return ".".join(parts[-2:] if parts[-1].isdigit() else parts[-1:])
 
 
 def _memory_terms(plan: Plan) -> list[tuple[str, list[float]]]:

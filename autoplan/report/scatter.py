@@ -64,7 +64,7 @@ def picture(plan: Plan) -> Picture:
         points=tuple(_points(plan, x, y)),
         across=tuple((x(at), size(at)) for at in _round_sizes(narrowest, widest)),
         up=tuple((y(at), seconds(at)) for at in _round_times(least, most)),
-        capacities=tuple((x(value), size(value)) for value in sizes),
+        capacities=tuple((x(value), label) for label, value in {size(value): value for value in sizes}.items()),
         band_x=WIDTH - RIGHT + 24,
     )
 

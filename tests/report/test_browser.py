@@ -15,6 +15,7 @@ from autoplan.search import search
 from tests.support import chromium
 from tests.support.chromium import Chromium
 from tests.support.layer_graphs import Dense, cluster, problem
+from tests.support.mixed import group, mixed
 
 pytestmark = [
     pytest.mark.wide,
@@ -119,6 +120,38 @@ def test_nothing_runs_off_the_screen_and_text_can_be_read(
     page_is_dark = browser.run("getComputedStyle(document.body).backgroundColor.match(/\\d+/g).every(c => +c < 80)")
     assert page_is_dark is dark
     assert browser.run(CONTRAST) == []
+
+
+@pytest.mark.parametrize("width", [375, 718, 1100])
+def test_several_kinds_and_branches_keep_their_tables_and_pictures_whole(
+    browser: Chromium, tmp_path: Path, width: int
+) -> None:
+    """Names of kinds and of links are long: a table of them fits, but for what may be scrolled on a phone."""
+    path = tmp_path / "kinds.html"
+    path.write_text(page(of_kinds_with_branches()), encoding="utf-8")
+    browser.open(path, width=width, phone=width < 400)
+    assert browser.run("document.documentElement.scrollWidth <= innerWidth") and browser.errors == []
+    if width == 1100:
+        assert browser.run("[...document.querySelectorAll('.scroll')].every(s => s.scrollWidth <= s.clientWidth)")
+    texts = "[...document.querySelectorAll('svg.graph .box, svg.machines .box')]"
+    inside = "(b => { const t = b.querySelector('text').getBoundingClientRect(), r = b.querySelector('rect')"
+    inside += ".getBoundingClientRect(); return t.left >= r.left && t.right <= r.right; })"
+    assert browser.run(f"{texts}.every({inside})")
+    tapped = "[...document.querySelectorAll('svg.machines .box rect')].map(r => r.getBoundingClientRect().width)"
+    if width < 400:
+        assert browser.run(f"Math.min(...{tapped})") >= 23.5  # a finger finds it
+
+
+def of_kinds_with_branches() -> Plan:
+    fast = group(4, nodes=2, name="H100-80GB-SXM")
+    slow = group(4, nodes=2, speed=0.5, memory_gib=12.0, name="A100-40GB-SXM")
+    slow = dataclasses.replace(slow, inter=dataclasses.replace(slow.inter, name="100 Gb/s a GPU (your figures)"))
+    layers = [Dense(flops=3e12, elements=20_000_000)] * 14
+    keys = {"pipeline": 2, "data": 8}
+    plan = search(problem(layers, mixed([fast, slow]), global_batch=64, heads=1, forced=keys))
+    edges = (*((i, i + 1) for i in range(13)), *((1, i) for i in range(3, 14)), (2, 12), (5, 9))
+    names = tuple(f"down_blocks.{i}.resnets" if i % 3 else f"transformer_blocks_{i}" for i in range(14))
+    return dataclasses.replace(plan, model=dataclasses.replace(plan.model, edges=edges, layers=names))
 
 
 # Texts whose colour is less than 4.5 times as light, or dark, as what they stand on (WCAG 2 AA), large ones apart.

@@ -21,6 +21,7 @@ from autoplan.explain.text import seconds, size
 from autoplan.plan import OtherAnswer, Plan, Strategy
 from autoplan.report import machines, model_graph, scatter
 from autoplan.report.machines import crosses_nodes
+from autoplan.report.notebook import plan_html
 from autoplan.report.page import page
 from autoplan.search import search
 from tests.support.layer_graphs import Dense, cluster, problem
@@ -280,6 +281,17 @@ def test_memory_is_that_of_the_kind_that_a_stage_stands_on() -> None:
     fullest = max(plan.stages, key=lambda stage: stage.peak_memory_bytes)
     of = size(plan.cluster.memory_of(fullest))
     assert f"<dd>{size(fullest.peak_memory_bytes)}<small>of {of}</small></dd>" in page(plan)
+    held = [label for _, label in scatter.picture(plan).capacities]
+    assert held == [size(value) for value in sorted({group.memory_bytes for group in plan.cluster.groups})]
+    for label in held:
+        assert f"a GPU holds {label}" in page(plan)
+
+
+def test_samples_without_tokens_are_counted_as_samples(plan: Plan) -> None:
+    of_pictures = dataclasses.replace(plan, model=dataclasses.replace(plan.model, tokens_per_sample=1))
+    assert "<small>samples/s</small>" in page(of_pictures) and "samples/s, MFU" in plan_html(of_pictures)
+    of_text = dataclasses.replace(plan, model=dataclasses.replace(plan.model, tokens_per_sample=512))
+    assert "<small>tokens/s</small>" in page(of_text) and "tokens/s, MFU" in plan_html(of_text)
 
 
 def test_sixteen_stages_and_a_long_step_stay_small() -> None:
