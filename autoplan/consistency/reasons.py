@@ -142,31 +142,19 @@ def _crossing(plan: Plan, crossing: Crossing) -> Iterator[Problem]:
 
 
 def _more_memory(plan: Plan, crossing: Crossing) -> Iterator[Problem]:
-    """A plan that does not fit here fits with just what it is short of."""
-    memory = plan.cluster.memory_bytes
-    short = [o.short_by_bytes for o in plan.alternatives if o.step_time_s is None and o.strategy == crossing.strategy]
+    """A plan that does not fit here fits with just what it is short of, on the GPUs of a kind."""
+    sizes = {group.memory_bytes for group in plan.cluster.groups} or {plan.cluster.memory_bytes}
+    short = {o.short_by_bytes for o in plan.alternatives if o.step_time_s is None and o.strategy == crossing.strategy}
+    fits = {size: size + each for size in sizes for each in short if close(crossing.value, size + each)}
     if not short:
         yield "strategy", "is none of the alternatives that do not fit"
-    elif not close(crossing.value, memory + short[0]):
-        yield "value", f"{crossing.value}, but it fits into {memory + short[0]}"
-    if not close(crossing.factor * memory, crossing.value):
-        yield "factor", f"{crossing.factor}, but {crossing.value} is not so many times {memory}"
+    elif not fits:
+        wanted = " or ".join(str(size + each) for size in sorted(sizes) for each in sorted(short))
+        yield "value", f"{crossing.value}, but it fits into {wanted}"
+    elif not any(close(crossing.factor * size, crossing.value) for size in fits):
+        yield "factor", f"{crossing.factor}, but {crossing.value} is not so many times {min(fits)}"
     if not crossing.step_time_s:
         yield "step_time_s", f"{crossing.step_time_s}, but the plan fits"
-
-
-def _roomier(plan: Plan, crossing: Crossing) -> Iterator[Problem]:
-    """With how much memory a plan that does not fit would: with all that it is short by."""
-    memory = plan.cluster.memory_bytes
-    if not close(crossing.value, crossing.factor * memory):
-        yield "value", f"{crossing.value}, but {crossing.factor} times a GPU's {memory} is not that"
-    short = [a.short_by_bytes for a in plan.alternatives if a.strategy == crossing.strategy and a.step_time_s is None]
-    if not short:
-        yield "strategy", "is none of the alternatives that do not fit"
-    elif abs(crossing.value - memory - short[0]) > EXACT * memory and short[0]:
-        yield "value", f"{crossing.value}, but the plan is {short[0]} bytes short of a GPU's {memory}"
-    if not crossing.step_time_s:
-        yield "step_time_s", f"{crossing.step_time_s}, but with that memory the plan takes some time"
 
 
 def _winner(plan: Plan, crossing: Crossing) -> Iterator[Problem]:

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
 _STRICT: ConfigDict = {"extra": "forbid", "strict": False}
 # Of the step: nearer than the first less parallelism wins, and whole state is sharded only for more than the second.
+_ALIKE = "all GPUs alike"  # a way to use several kinds, as the search calls it
 AS_FAST, SHARDING_GAIN = 0.02, 0.10
 Kind = Literal["chosen", "fits", "unchanged"]
 
@@ -101,14 +102,12 @@ def _is_link(crossing: Crossing) -> bool:
 
 def _memory(plan: Plan) -> Iterator[Threshold]:
     """What more memory would let fit: the fastest of those that need the same."""
-    priced = {c.strategy: c for c in plan.crossings if c.quantity == "memory_bytes" and c.strategy}
     found: dict[str, Threshold] = {}
     for other in plan.alternatives:
         if other.step_time_s is not None:
             continue
         named = other.strategy.describe()
-        crossing = priced.get(other.strategy)
-        step_s = crossing.step_time_s if crossing else None
+        step_s = _priced_s(plan, other)
         if step_s is None:
             kind, verdict = (
                 _UNPRICED,
@@ -130,16 +129,27 @@ def _memory(plan: Plan) -> Iterator[Threshold]:
     yield from found.values()
 
 
+def _priced_s(plan: Plan, other: Alternative) -> float | None:
+    """The step of ``other`` on GPUs that just hold it; a strategy may be short on several kinds."""
+    wanted = _capacity(plan, other) + other.short_by_bytes
+    found = [c for c in plan.crossings if c.quantity == "memory_bytes" and c.strategy == other.strategy]
+    nearest = min(found, key=lambda crossing: abs(crossing.value - wanted), default=None)
+    return nearest.step_time_s if nearest else None
+
+
 def _capacity(plan: Plan, other: Alternative) -> float:
     """Bytes of the GPUs that ``other`` does not fit on: of the smallest of those that it is for."""
-    groups = [group.memory_bytes for group in plan.cluster.groups if other.family == f"{group.name} alone"]
-    used = [plan.cluster.memory_of(stage) for stage in plan.stages]
-    return min(groups or used, default=plan.cluster.memory_bytes)
+    of_kind = [group.memory_bytes for group in plan.cluster.groups if other.family == f"{group.name} alone"]
+    if other.family == _ALIKE:
+        of_kind = [group.memory_bytes for group in plan.cluster.groups]
+    return min(of_kind or (plan.cluster.memory_of(stage) for stage in plan.stages))
 
 
 def _on(plan: Plan, other: Alternative) -> str:
     """Which GPUs need more memory for ``other``."""
     named = next((group.name for group in plan.cluster.groups if other.family == f"{group.name} alone"), "")
+    if other.family == _ALIKE and len({group.memory_bytes for group in plan.cluster.groups}) > 1:
+        return "on each of the smallest GPUs"
     return f"on each GPU of {named}" if named else "on each GPU"
 
 

@@ -23,6 +23,7 @@ from autoplan.plan import (
 )
 from autoplan.search.axes import axes
 from autoplan.search.constraints import asked
+from autoplan.search.crossings import fitting
 from autoplan.search.engine import TOLERANCE, Engine, Found
 from autoplan.search.evaluate import Evaluation, evaluate_decision, plan_stages, predicted
 from autoplan.search.families import gib
@@ -80,8 +81,7 @@ def _alone(searched: Searched, chosen: Alone, planned: Planned) -> tuple[Plan, l
         first = index % pipeline * width
         devices.append(" + ".join(clusters[g].name for g in dict.fromkeys(ranks[first : first + width])))
     stages = tuple(dataclasses.replace(s, device=d) for s, d in zip(plan.stages, devices, strict=True))
-    links = tuple(crossing for crossing in plan.crossings if crossing.quantity != "memory_bytes")
-    return dataclasses.replace(plan, stages=stages, crossings=links), ranks
+    return dataclasses.replace(plan, stages=stages), ranks
 
 
 def _across(searched: Searched, found: MixedFound) -> tuple[Plan, list[int]]:
@@ -313,7 +313,12 @@ def _crossings(searched: Searched, rows: tuple[Way, ...], plan: Plan) -> tuple[C
     if chosen is None or plan.forced:
         return ()
     others = [way.at for way in rows if not way.chosen and way.at is not None]
-    return crossings(searched.problem.cluster, chosen, others, plan.crossings)
+    links = [crossing for crossing in plan.crossings if crossing.quantity != "memory_bytes"]
+    roomier = [crossing for crossing in plan.crossings if crossing.quantity == "memory_bytes"]
+    for each in searched.alone:
+        short = next((way.short for way in rows if way.name == each.name and way.short is not None), None)
+        roomier += fitting(each.engine.space.problem, [short]) if short is not None else ()
+    return (*crossings(searched.problem.cluster, chosen, others, links), *dict.fromkeys(roomier))
 
 
 def _alternative(way: Way, plan: Plan) -> Alternative:

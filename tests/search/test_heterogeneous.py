@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from autoplan.cluster import Cluster
 from autoplan.errors import InfeasibleError, StrategyError
+from autoplan.explain.changes import thresholds
 from autoplan.plan import Plan, Stage
 from autoplan.search import predict, search
 from autoplan.search.engine import TOLERANCE
@@ -357,3 +358,22 @@ def test_an_axis_names_the_link_of_each_kind_that_runs_it() -> None:
     assert (data.link_on("fast"), data.link_on("slow")) == (fast.intra.name, "PCIe")
     assert next(axis for axis in plan.axes if axis.name == "pipeline").link == "between"
     assert Plan.from_json(plan.to_json()) == plan  # what the axes say agrees with the cluster
+
+
+def test_what_does_not_fit_a_kind_is_priced_with_the_memory_that_it_lacks_there() -> None:
+    cluster = mixed([group(2, memory_gib=16.0, name="large"), group(2, memory_gib=2.0, name="small")])
+    question = problem([Dense(flops=3e12, elements=60_000_000)] * 8, cluster, global_batch=64, heads=1)
+    plan = search(question)
+    (lost,) = (other for other in plan.alternatives if other.family == "small alone")
+    assert lost.step_time_s is None
+    of_small = [c for c in plan.crossings if c.quantity == "memory_bytes" and c.strategy == lost.strategy]
+    value = cluster.groups[1].device.memory_bytes + lost.short_by_bytes
+    (crossing,) = (c for c in of_small if c.value == pytest.approx(value))
+    assert crossing.factor == pytest.approx(value / cluster.groups[1].device.memory_bytes)
+    roomy = cluster.groups[1].with_more_memory(lost.short_by_bytes * 1.01)
+    forced = {"data": lost.strategy.data, "pipeline": lost.strategy.pipeline, "tensor": lost.strategy.tensor}
+    there = search(dataclasses.replace(question, cluster=roomy, forced=forced))
+    assert there.predicted.step_time_s <= (crossing.step_time_s or 0.0) * (1 + 1e-6)  # its stages may be cut better
+    (said,) = (t for t in thresholds(plan) if t.condition.endswith("more on each GPU of small"))
+    assert said.value == pytest.approx(value) and said.step_time_s == crossing.step_time_s
+    assert Plan.from_json(plan.to_json()) == plan
