@@ -36,6 +36,7 @@ from autoplan.runtime.launch import launch
 
 COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "send")
 _MOST_DEFAULT_RANKS = 8
+_A_CORE, _ENOUGH = 4, 16  # processes on a core, and on any machine: more only wait for each other
 _CALLS = 4  # transfers of a round
 _MOST_TRANSFERS = 1000
 _LARGE_BYTES = (2**26, 2**28)  # what NVLink needs to reach its rate
@@ -88,11 +89,22 @@ def _list(device: str, ranks: int, quick: bool) -> str:
     return operators + (transfers if ranks > 1 else "")
 
 
+def most_processes() -> int:
+    """Processes that may measure on this machine's cores together: some a core, and enough to try things out."""
+    return max(_ENOUGH, _A_CORE * (os.cpu_count() or 1))
+
+
 def _starting_point(device: str, ranks: int) -> Cluster:
     if device not in ("cpu", "cuda"):
         raise ClusterError(f"unknown device {device!r}", legal="cuda, cpu")
     if ranks < 1:
         raise ClusterError(f"number of GPUs: {ranks}", legal="1 or more", attempt="autoplan calibrate --gpus 2")
+    if device == "cpu" and ranks > (most := most_processes()):
+        raise ClusterError(
+            f"{ranks} processes on {os.cpu_count() or 1} cores would measure each other",
+            legal=f"1 to {most}",
+            attempt="autoplan calibrate --device cpu --gpus 2",
+        )
     if device == "cpu":
         return Cluster.parse(f"{ranks}xcpu")
     found = local_device_count()

@@ -41,12 +41,12 @@ def calibrate(
     Example: autoplan calibrate --device cpu --gpus 2 --quick -o here.toml
     """
     check_file(output, what="cluster file", name="cluster.toml", json=json)
-    from autoplan.calibration import calibrate as measure
-    from autoplan.calibration import cluster_toml
-    from autoplan.cluster import local_device_count
-
-    chosen = device or ("cuda" if local_device_count() else "cpu")
     with console.progress("Measuring"):
+        from autoplan.calibration import calibrate as measure
+        from autoplan.calibration import cluster_toml
+        from autoplan.cluster import local_device_count
+
+        chosen = device or ("cuda" if local_device_count() else "cpu")
         fit = measure(device=chosen, gpus=gpus, quick=quick, note=console.note)
     if output is not None:
         write(output, cluster_toml(fit), what="cluster file")

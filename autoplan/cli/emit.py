@@ -24,13 +24,14 @@ def emit(
 
     Example: autoplan emit llama3-8b plan.json -o llama3-8b-program
     """
-    from autoplan.export import emit_model
     from autoplan.export.targets import starting
     from autoplan.export.targets.types import nodes_and_each
 
     check_folder(output, what="program", json=json, printed=False)
     wanted = plans.load(plan)
     with console.progress(f"Writing {model} under {wanted.strategy.describe()}"):
+        from autoplan.export import emit_model
+
         folder = emit_model(model, wanted, output)
     files = sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file())
     if json:

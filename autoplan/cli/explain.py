@@ -114,10 +114,10 @@ def _as_argument(path: Path) -> str:
 
 
 def _deeper(plan: Plan, layer: str | None, model: str | None, gpus: str | None, *, json: bool) -> None:
-    from autoplan.explain import operators as told
-    from autoplan.what_if import question
-
     with console.progress(f"Tracing {model or plan.model.name}"):
+        from autoplan.explain import operators as told
+        from autoplan.what_if import question
+
         asked = question(plan, model=model, gpus=gpus)
     kinds = _kinds(plan, asked)
     devices = [

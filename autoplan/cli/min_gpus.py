@@ -43,7 +43,7 @@ def min_gpus(
 
     Example: autoplan min-gpus llama3-70b --gpu H100
     """
-    if (gpu is None) == (gpus is None):
+    if (gpu is None) == (gpus is None) or (gpu is not None and not gpu.strip()):
         raise ClusterError("name the kind of GPU once", legal="--gpu KIND, or --gpus SPEC", attempt="--gpu H100")
     forced = options.with_limits(options.parse_strategy(strategy), headroom=headroom, inside_node=inside_node)
     import autoplan

@@ -18,6 +18,8 @@ import typer
 from autoplan.cli import completions, console
 from autoplan.errors import ClusterError, ModelError
 
+MOST_PROCESSES = 1024  # no machine has more GPUs than a few tens; each is a process with torch in it
+
 
 def run(
     context: typer.Context,
@@ -53,8 +55,8 @@ def run(
         raise ModelError(f"no such script: {script}", attempt="autoplan run train.py --gpus 4")
     chosen = _device(device, processes)
 
-    from autoplan.runtime.supervise import Job, supervise
-
+    with console.progress("Starting"):  # torch takes seconds to load
+        from autoplan.runtime.supervise import Job, supervise
     job = Job(
         command=(script, *context.args),
         device=chosen,
@@ -102,6 +104,12 @@ def _processes(gpus: str) -> int:
 def _device(device: str | None, processes: int) -> str:
     if device not in (None, "cpu", "cuda"):
         raise ClusterError(f"unknown device {device!r}", legal="cuda, cpu")
+    if device == "cpu" and processes > MOST_PROCESSES:
+        raise ClusterError(
+            f"{processes} processes are more than one machine can start",
+            legal=f"1 to {MOST_PROCESSES}",
+            attempt="on several machines: torchrun --nnodes ... SCRIPT.py on each",
+        )
     if device == "cpu":
         return "cpu"
     from autoplan.cluster import local_device_count

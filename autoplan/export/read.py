@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from autoplan.errors import PlanFileError
+from autoplan.errors import PlanFileError, StrategyError
 from autoplan.export.targets import Imported, target_named
 
 # What a file of a tool has and others lack, in the order in which they are asked.
@@ -51,5 +51,22 @@ def read_file(path: Path, tool: str | None) -> Found:
             legal="one of torchtitan, Megatron-LM, DeepSpeed, Accelerate, FSDP2, transformers, Slurm or Kubernetes",
             attempt="--from TOOL",
         )
-    target = target_named(name)
-    return Found(tool=target.name, imported=target.read(text))
+    try:
+        target = target_named(name)
+    except StrategyError as error:
+        raise StrategyError(error.what, where="--from", legal=error.legal) from None
+    if _is_plan(text):
+        raise PlanFileError(
+            f"this is a plan of autoplan's own, and no configuration of {target.name}",
+            where=str(path),
+            attempt=f"autoplan export {path} --to {target.name}, or autoplan show {path}",
+        )
+    try:
+        return Found(tool=target.name, imported=target.read(text))
+    except PlanFileError as error:  # which knows its text alone
+        where = f"{path}, {error.where}" if error.where else str(path)
+        raise PlanFileError(error.what, where=where, legal=error.legal, attempt=error.attempt) from None
+
+
+def _is_plan(text: str) -> bool:
+    return '"schema"' in text[:200] and '"revision"' in text[:200]

@@ -68,3 +68,9 @@ def test_plan_is_the_function_whatever_was_imported_first(first: str) -> None:
 def test_unknown_names_of_the_package() -> None:
     with pytest.raises(AttributeError, match="no attribute 'plam'"):
         autoplan.plam  # noqa: B018
+
+
+def test_other_tools_settings_need_no_torch() -> None:
+    wanted = "from autoplan.export.read import read_file\nfrom autoplan.export.like import strategy_like"
+    code = f"import sys\n{wanted}\nassert 'torch' not in sys.modules"
+    loaded_by(code)
