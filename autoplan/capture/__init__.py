@@ -19,6 +19,7 @@ from autoplan.capture import batch as batches
 from autoplan.capture.alike import find_alike
 from autoplan.capture.batch import gather_inputs
 from autoplan.capture.clean import Names, clean, retarget
+from autoplan.capture.custom_operators import check_formulas
 from autoplan.capture.errors import forward_line, node_line
 from autoplan.capture.folding import SPARE, Folding, folded
 from autoplan.capture.huggingface import model_name
@@ -111,6 +112,7 @@ def _capture(
         tensors = stand_ins(tensors, dtype)
     placeholders = [_placeholder_name(model, path) for path in found]
     graph_module = clean(traced.graph_module, model, tensors, placeholders, names, folding)
+    check_formulas(graph_module)
     inputs = _input_specs(graph_module, found, size)
     loss_terms, couplings = analyse(graph_module, inputs)
     return Capture(

@@ -7,6 +7,7 @@ model under the plan with smaller degrees, on forked CPU processes in float64, a
 
 from __future__ import annotations
 
+import os
 import time
 from typing import TYPE_CHECKING, Any
 
@@ -22,7 +23,7 @@ __all__ = ["Check", "Difference", "LayerNumbers", "Numeric", "VerifyReport", "ve
 
 def verify(
     model: Any,
-    plan: Plan,
+    plan: Plan | str | os.PathLike[str],
     example_inputs: Any = None,
     *,
     loss_fn: Callable[..., Any] | None = None,
@@ -32,15 +33,17 @@ def verify(
     """Whether ``plan``'s program for ``model`` computes the single process's numbers, and what differs first.
 
     ``model``: a module, a factory that returns one (or ``(model, example_inputs)``, or with a loss_fn third), or MODEL
-    as the command line takes it; on ``meta`` is enough for a Hugging Face model. ``example_inputs`` and ``loss_fn`` as
+    as the command line takes it; on ``meta`` is enough for a Hugging Face model. ``plan``: a plan, or the path of a
+    plan file. ``example_inputs`` and ``loss_fn`` as
     for :func:`autoplan.compile`. ``static``: prove what needs no run, and leave it there. ``ranks``: how many processes
     the numeric check may fork; larger plans are reduced, and the report says how.
 
     Raises :class:`PlanFileError` for a plan that was made for another model, other AutoplanErrors for bad input. What
     the runtime cannot execute is reported as not executable, and is then not equal.
     """
-    from autoplan.verification.subject import prepare, small_source
+    from autoplan.verification.subject import loaded, prepare, small_source
 
+    plan = loaded(plan)
     seconds: dict[str, float] = {}
     started = time.perf_counter()
     whole = prepare(model, plan, example_inputs, loss_fn)

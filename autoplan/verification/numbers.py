@@ -23,7 +23,7 @@ from torch.nn import functional
 from autoplan.capture import Capture
 from autoplan.capture.batch import tensors
 from autoplan.capture.trace import CallAndLoss
-from autoplan.runtime import Program
+from autoplan.runtime import Program, launch
 from autoplan.runtime.build import STACKED
 from autoplan.sharding.placements import REPLICATE, take_shard
 
@@ -33,6 +33,7 @@ STEPS = 3
 MAX_NORM = 0.5
 TOLERANCE = 1e-10
 FLOAT32_TOLERANCE = 1e-5  # where float32 stands in the model itself
+DEADLINE_S = 240.0  # of one comparison's ranks
 ENORMOUS = 1e300  # stands for an error that is not a number: JSON has none
 
 
@@ -58,6 +59,13 @@ class Finding(NamedTuple):
     @property
     def ratio(self) -> float:
         return self.error / self.allowed if self.allowed else (0.0 if not self.error else ENORMOUS)
+
+
+def on_ranks(count: int, body: Callable[[], Any]) -> list[Any]:
+    """What ``body`` returns on each of ``count`` forked ranks; of one, in this process."""
+    if count == 1:
+        return [body()]
+    return launch(body, gpus=count, device="cpu", timeout_s=DEADLINE_S / 2, deadline_s=DEADLINE_S)
 
 
 @contextmanager

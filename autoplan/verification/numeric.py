@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,24 +14,25 @@ from torch.fx import Node
 
 from autoplan.capture import Capture, capture
 from autoplan.capture.autocast import kept_regions
-from autoplan.capture.batch import replace_leaves
 from autoplan.capture.errors import node_line
 from autoplan.cluster import Cluster
-from autoplan.errors import AutoplanError, ModelError, RuntimeFault, StrategyError
+from autoplan.errors import AutoplanError, ModelError, StrategyError
 from autoplan.layers import LayerGraph, build_layers
 from autoplan.layers.operators import RANDOM, operator_name
 from autoplan.plan import Plan, Strategy
-from autoplan.runtime import Program, launch
+from autoplan.runtime import Program
 from autoplan.runtime.build import check_executable
-from autoplan.sharding import Placement, Sharding, shard_model
-from autoplan.verification import locate, numbers, static
+from autoplan.sharding import Sharding, shard_model
+from autoplan.verification import numbers, static
+from autoplan.verification.batches import batches_of
+from autoplan.verification.dropout import WithoutDropout
+from autoplan.verification.first import Names, crash, first_difference, placed
 from autoplan.verification.precision import float64_throughout
-from autoplan.verification.reduce import reduce_plan, reduce_strategy, reductions
+from autoplan.verification.reduce import reduce_plan, reduce_strategy, reductions, several_micro_batches
 from autoplan.verification.shrink import Small, resample, shrink
-from autoplan.verification.types import Check, Difference, LayerNumbers, Numeric
+from autoplan.verification.types import Check, Numeric
 
 RANKS = 16  # forked processes: what two cores and a few GiB bear
-DEADLINE_S = 240.0
 _LOW = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -65,7 +66,9 @@ def check_numbers(
     except StrategyError as error:
         return Numeric(status="not executable here", reason=error.what), ()
     strategy = reduce_strategy(plan.strategy, ranks=ranks)
-    with float64_throughout():
+    if captured.dynamic_batch and not captured.couplings:
+        strategy = several_micro_batches(strategy)
+    with float64_throughout(), WithoutDropout():
         try:
             small = shrink(model, example_inputs, loss_fn, before=plan.strategy, after=strategy)
             subject = subject_of(small, plan, strategy, sharding, cluster)
@@ -118,7 +121,7 @@ def compare(subject: Subject, reduced: tuple[str, ...] = ()) -> tuple[Numeric, t
     """Run it and compare: the numbers, and the static checks of the program that ran."""
     strategy, small = subject.plan.strategy, subject.small
     checks, programs = static.check_static(subject.capture, subject.layers, subject.plan, subject.cluster)
-    batches, ignored = _batches(subject)
+    batches, ignored = batches_of(subject)
     expected = numbers.train_alone(small.model, small.loss_fn, subject.capture, batches)
     tolerance, note = _tolerance(subject.capture)
     shared: dict[str, Any] = {
@@ -142,18 +145,18 @@ def compare(subject: Subject, reduced: tuple[str, ...] = ()) -> tuple[Numeric, t
         )
         for tensor_rank in range(strategy.tensor):  # once here instead of in every rank
             program._builder.graphs(tensor_rank)
-        found = _on_ranks(strategy.gpus, lambda: numbers.train_rank(program, batches, expected, tolerance))
+        found = numbers.on_ranks(strategy.gpus, lambda: numbers.train_rank(program, batches, expected, tolerance))
     except AutoplanError as error:
-        return Numeric(status="differs", reason=error.what, first=_crash(error, subject), **shared), checks
+        return Numeric(status="differs", reason=error.what, first=crash(error, subject), **shared), checks
     findings = [(rank, finding) for rank, own in enumerate(found) for finding in own]
-    names = _Names(subject)
+    names = Names(subject)
     table = names.table([finding for _, finding in findings])
     wrong = [(rank, finding) for rank, finding in findings if finding.ratio > 1.0]
     if not wrong:
         return Numeric(status="equal", layers=table, **shared), checks
-    placements = _placed(programs, strategy.tensor)
+    placements = placed(programs, strategy.tensor)
     positions = programs.positions if programs is not None else {}
-    first = _first(subject, program, batches, placements, positions, wrong, names)
+    first = first_difference(subject, program, batches, placements, positions, wrong, names)
     return Numeric(status="differs", layers=table, first=first, **shared), checks
 
 
@@ -175,12 +178,6 @@ def _draws(node: Node) -> bool:
     return node.op == "call_function" and name in RANDOM and "dropout" not in name
 
 
-def _on_ranks(count: int, body: Callable[[], Any]) -> list[Any]:
-    if count == 1:
-        return [body()]
-    return launch(body, gpus=count, device="cpu", timeout_s=DEADLINE_S / 2, deadline_s=DEADLINE_S)
-
-
 def _tolerance(captured: Capture) -> tuple[float, tuple[str, ...]]:
     """Float64's, or float32's where the model itself computes in it."""
     for node in captured.graph_module.graph.nodes:
@@ -190,221 +187,3 @@ def _tolerance(captured: Capture) -> tuple[float, tuple[str, ...]]:
             said = f"tolerance of float32: the model computes in it at {node_line(node)}"
             return numbers.FLOAT32_TOLERANCE, (said,)
     return numbers.TOLERANCE, ()
-
-
-# ------------------------------------------------------------------------------------------------------------ batches
-
-
-def _batches(subject: Subject) -> tuple[list[Any], tuple[str, ...]]:
-    """A batch a step: labels ignored unevenly, and in the second step micro-batches of unequal sizes."""
-    strategy, small = subject.plan.strategy, subject.small
-    sizes = [strategy.global_batch] * numbers.STEPS
-    if strategy.micro_batch_size > 1 and strategy.micro_batches > 1 and subject.capture.dynamic_batch:
-        sizes[1] -= strategy.data
-    plain = [resample(small.example_inputs, size, seed=step + 1) for step, size in enumerate(sizes)]
-    targets = _targets(subject.capture)
-    if not targets:
-        return plain, ()
-    ignoring = [_ignore(batch, targets) for batch in plain]
-    try:
-        with torch.no_grad(), numbers.values_kept(subject.capture):
-            numbers.CallAndLoss(small.model, small.loss_fn, ignoring[0])(*numbers.tensors(ignoring[0]).values())
-    except Exception:  # labels that are read as something else too (an embedding's rows) can't be ignored
-        return plain, ("no labels ignored: the model reads them as more than targets",)
-    return ignoring, ()
-
-
-def _targets(captured: Capture) -> dict[tuple[str | int, ...], int]:
-    """Inputs that a mean over targets counts, by path, with the value that it ignores."""
-    by_placeholder = {spec.placeholder: spec.path for spec in captured.inputs}
-    nodes = {node.name: node for node in captured.graph_module.graph.nodes}
-    found: dict[tuple[str | int, ...], int] = {}
-    for term in captured.loss_terms:
-        node = nodes.get(term.node)
-        if term.weight != "targets" or node is None or len(node.args) < 2 or not isinstance(node.args[1], Node):
-            continue
-        source: Node = node.args[1]
-        while source.op == "call_function" and source.all_input_nodes:
-            source = source.all_input_nodes[0]
-        ignored = node.args[4] if len(node.args) > 4 else node.kwargs.get("ignore_index", -100)
-        if source.op == "placeholder" and source.name in by_placeholder and isinstance(ignored, int):
-            found[by_placeholder[source.name]] = ignored
-    return found
-
-
-def _ignore(batch: Any, targets: Mapping[tuple[str | int, ...], int]) -> Any:
-    """Sample i ignores its last i labels, one sample all of them; of labels one a sample, every third."""
-    changed: dict[Any, Tensor] = {}
-    for path, tensor in numbers.tensors(batch).items():
-        if path not in targets or tensor.is_floating_point():
-            continue
-        value = tensor.clone()
-        for sample in range(value.shape[0]):
-            if value.dim() == 1:
-                if sample % 3 == 1:
-                    value[sample] = targets[path]
-                continue
-            length = value.shape[1]
-            value[sample, length - sample % length :] = targets[path]
-        if value.dim() > 1 and value.shape[0] > 2:
-            value[-2] = targets[path]
-        changed[path] = value
-    return replace_leaves(batch, changed)
-
-
-# ------------------------------------------------------------------------------------------------- the first difference
-
-
-class _Names:
-    """From names of parameters and operators to layers and the user's lines."""
-
-    def __init__(self, subject: Subject) -> None:
-        graph = subject.capture.graph_module.graph
-        self.nodes = {node.name: node for node in graph.nodes}
-        self.position = {node.name: index for index, node in enumerate(graph.nodes)}
-        self.layer_of_node = {name: layer.name for layer in subject.layers.layers for name in layer.nodes}
-        self.readers: dict[str, Node] = {}
-        for node in graph.nodes:
-            if node.op == "get_attr":
-                for reader in node.users:
-                    self.readers.setdefault(str(node.target), reader)
-        self.order = {layer.name: index for index, layer in enumerate(subject.layers.layers)}
-        for group in subject.capture.tied:
-            known = next((self.readers[name] for name in group if name in self.readers), None)
-            for name in group:
-                if known is not None:
-                    self.readers.setdefault(name, known)
-
-    def layer(self, name: str) -> str:
-        """The layer that an operator is of, or that reads a parameter or buffer."""
-        reader = self.readers.get(name)
-        return self.layer_of_node.get(reader.name if reader is not None else name, name.rpartition(".")[0])
-
-    def where(self, name: str) -> str:
-        node = self.readers.get(name) or self.nodes.get(name)
-        return node_line(node) if node is not None else ""
-
-    def position_of(self, name: str) -> int:
-        reader = self.readers.get(name)
-        return self.position.get(reader.name if reader is not None else name, -1)
-
-    def table(self, findings: Sequence[numbers.Finding]) -> tuple[LayerNumbers, ...]:
-        """The worst of each layer, in the model's order."""
-        worst: dict[str, numbers.Finding] = {}
-        tensors: dict[str, set[tuple[str, str, int]]] = {}
-        for finding in findings:
-            layer = self.layer(finding.name) if finding.name else finding.quantity
-            tensors.setdefault(layer, set()).add((finding.quantity, finding.name, finding.step))
-            if layer not in worst or finding.ratio > worst[layer].ratio:
-                worst[layer] = finding
-        ordered = sorted(worst, key=lambda layer: (self.order.get(layer, len(self.order)), layer))
-        return tuple(
-            LayerNumbers(
-                layer=layer,
-                compared=len(tensors[layer]),
-                worst=worst[layer].ratio,
-                tensor=f"{worst[layer].quantity} {worst[layer].name}".strip(),
-            )
-            for layer in ordered
-        )
-
-
-def _placed(programs: static.Programs | None, degree: int) -> Mapping[str, Placement]:
-    if programs is None or degree == 1:
-        return {}
-    try:
-        return static.lint.check_placements(programs.sharded, programs.whole, programs.placements, degree=degree)
-    except AutoplanError:
-        return {}
-
-
-def _first(
-    subject: Subject,
-    program: Program,
-    batches: Sequence[Any],
-    placements: Mapping[str, Placement],
-    positions: Mapping[str, Placement],
-    wrong: Sequence[tuple[int, numbers.Finding]],
-    names: _Names,
-) -> Difference:
-    """The first that differs in the order in which a step computes: values, gradients from the loss, weights. Looked
-    for in the first step that differs, after the same steps before it (what is stale is right in the first step)."""
-    earliest = min(finding.step for _, finding in wrong)
-    gradients = [(rank, f) for rank, f in wrong if f.quantity == "gradient" and f.step == earliest]
-    located: list[tuple[int, locate.Wrong]] = []
-    # Shares of a sequence over two axes at once are not compared value by value.
-    alone = subject.plan.strategy.context == 1 or not subject.plan.strategy.sequence_parallel
-    if alone and any(f.quantity in ("loss", "gradient", "gradient norm") and f.step == earliest for _, f in wrong):
-        before, batch, small = batches[:earliest], batches[earliest], subject.small
-        with numbers.values_kept(subject.capture):
-            numbers.advance_alone(small.model, small.loss_fn, subject.capture, before)
-            recorded = locate.record(subject.capture, batch)
-
-        def compared() -> list[locate.Wrong]:
-            numbers.advance_rank(program, before)
-            return locate.compare_rank(program, batch, recorded, placements, positions)
-
-        try:
-            by_rank = _on_ranks(subject.plan.strategy.gpus, compared)
-        except RuntimeFault:
-            by_rank = []
-        located = [(rank, found) for rank, own in enumerate(by_rank) for found in own]
-    values = [entry for entry in located if entry[1].kind == "value"]
-    if values:
-        rank, found = min(values, key=lambda entry: entry[1].position)
-        return _of_value("value", rank, found, earliest, names)
-    backward = max(
-        (entry for entry in located if entry[1].kind == "gradient"), key=lambda entry: entry[1].position, default=None
-    )
-    parameter = max(gradients, key=lambda entry: names.position_of(entry[1].name), default=None)
-    if backward is not None and (parameter is None or backward[1].position > names.position_of(parameter[1].name)):
-        return _of_value("gradient of a value", *backward, earliest, names)
-    if parameter is not None:
-        return _of_finding(*parameter, names)
-    ranking = {"loss": 0, "gradient": 1, "gradient norm": 2, "weight": 3, "buffer": 3}
-    rank, finding = min(
-        wrong, key=lambda entry: (entry[1].step, ranking[entry[1].quantity], names.position_of(entry[1].name))
-    )
-    return _of_finding(rank, finding, names)
-
-
-def _of_value(quantity: str, rank: int, found: locate.Wrong, step: int, names: _Names) -> Difference:
-    return Difference(
-        layer=names.layer(found.name),
-        quantity=quantity,
-        name=found.name,
-        error=found.error,
-        allowed=found.allowed,
-        step=step,
-        rank=rank,
-        where=names.where(found.name),
-    )
-
-
-def _of_finding(rank: int, finding: numbers.Finding, names: _Names) -> Difference:
-    return Difference(
-        layer=names.layer(finding.name) if finding.name else "",
-        quantity=finding.quantity,
-        name=finding.name,
-        error=finding.error,
-        allowed=finding.allowed,
-        step=finding.step,
-        rank=rank,
-        where=names.where(finding.name) if finding.name else "",
-    )
-
-
-def _crash(error: AutoplanError, subject: Subject) -> Difference:
-    """A program that fails where the single process does not."""
-    quoted = error.what.split("`")[1::2]
-    layers = {name: layer.name for layer in subject.layers.layers for name in layer.nodes}
-    return Difference(
-        layer=next((layers[name] for name in quoted if name in layers), ""),
-        quantity="run",
-        name=quoted[0] if quoted else "",
-        error=numbers.ENORMOUS,
-        allowed=0.0,
-        step=getattr(error, "step", None) or 0,
-        rank=getattr(error, "rank", None) or 0,
-        where=error.where,
-    )

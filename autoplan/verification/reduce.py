@@ -40,6 +40,14 @@ def reduce_strategy(strategy: Strategy, *, ranks: int) -> Strategy:
     )
 
 
+def several_micro_batches(strategy: Strategy) -> Strategy:
+    """A step of one micro-batch as one of several: what is added over micro-batches is then added, and each is weighed.
+    For models whose batch may be split."""
+    if strategy.micro_batches > 1:
+        return strategy
+    return dataclasses.replace(strategy, micro_batches=max(2, strategy.pipeline))
+
+
 def _next_divisor(degree: int) -> int:
     return next((d for d in range(degree - 1, 0, -1) if degree % d == 0), 1)
 
@@ -61,6 +69,8 @@ def reductions(strategy: Strategy, reduced: Strategy) -> tuple[str, ...]:
         for key, label in names.items()
         if getattr(strategy, key) != getattr(reduced, key)
     ]
+    if reduced.micro_batches > strategy.micro_batches:
+        changed.append("more micro-batches than planned, so that what is summed over them is checked")
     return tuple(changed)
 
 

@@ -80,7 +80,7 @@ def shrink(
     made: nn.Module
     notes: tuple[str, ...] = ()
     if count <= SMALL and not on_meta:
-        made = copy.deepcopy(model)
+        made = _copied(model)
     elif isinstance(model, PreTrainedModel):
         made, notes = _narrow(model, before=before, after=after)
     else:
@@ -97,6 +97,18 @@ def shrink(
     if made is not model and isinstance(made, PreTrainedModel) and (notes or example_inputs is None):
         example_inputs = _tokens(made, after)
     return Small(model=made, example_inputs=example_inputs, loss_fn=loss_fn, reductions=notes)
+
+
+def _copied(model: nn.Module) -> nn.Module:
+    try:
+        return copy.deepcopy(model)
+    except Exception as error:  # whatever an attribute of the user's raises
+        raise ModelError(
+            f"a copy of the model is what is run, and it cannot be copied: {type(error).__name__}: {error}",
+            where=type(model).__name__,
+            legal="attributes that copy.deepcopy copies",
+            attempt="keep what cannot be copied (generators, files, locks) out of the model's attributes",
+        ) from None
 
 
 def _tokens(model: PreTrainedModel, strategy: Strategy) -> Any:
@@ -209,7 +221,7 @@ def _cut(model: nn.Module, after: Strategy) -> tuple[nn.Module, tuple[str, ...]]
             where=type(model).__name__,
             attempt="pass a factory, or the model built on the CPU",
         )
-    made, notes, limit = copy.deepcopy(model), [], wanted_layers(after)
+    made, notes, limit = _copied(model), [], wanted_layers(after)
     for name, module in made.named_modules():
         if isinstance(module, nn.ModuleList) and len(module) > limit and _identical(module):
             notes.append(f"{name}: {len(module)} -> {limit} blocks")

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -29,6 +31,20 @@ class Whole:
     capture: Capture
     layers: LayerGraph
     cluster: Cluster
+
+
+def loaded(plan: Any) -> Plan:
+    """The plan, read from its file where ``plan`` is a path. Raises PlanFileError for what is neither."""
+    if isinstance(plan, Plan):
+        return plan
+    if isinstance(plan, (str, os.PathLike)):
+        return Plan.load(Path(plan))
+    raise PlanFileError(
+        f"the plan is a {type(plan).__name__}, not a Plan",
+        where="plan",
+        legal="what autoplan.plan() returns, program.plan, or the path of a plan file",
+        attempt="autoplan.verify(model, autoplan.plan(model, ...), example_inputs)",
+    )
 
 
 def prepare(model: Any, plan: Plan, example_inputs: Any, loss_fn: Callable[..., Any] | None) -> Whole:
