@@ -24,7 +24,7 @@ from autoplan.verification.shrink import Small
 from autoplan.verification.static import check_static
 from tests.support import models
 from tests.support.plans import hand_plan
-from tests.verification import faulty
+from tests.verification import faulty, faulty_state
 from tests.zoo.families import FAMILIES
 
 
@@ -148,7 +148,8 @@ def test_a_planted_fault_is_caught_in_its_layer(
     fault: str, model: str, strategy: str, layer: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     chosen = subject(model, strategy)
-    getattr(faulty, fault)(monkeypatch)
+    planted = faulty if hasattr(faulty, fault) else faulty_state
+    getattr(planted, fault)(monkeypatch)
     with float64_throughout():
         found, _ = compare(chosen)
     assert found.status == "differs"
