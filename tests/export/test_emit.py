@@ -216,7 +216,7 @@ def test_a_program_of_every_axis_is_under_800_lines(tmp_path: Path) -> None:
     assert lines_of(emitted(tmp_path, 8, WHOLE_PLAN)) < 800
 
 
-LIMIT_OF_405B = 785  # what it takes and a little; the promise is fewer than 800
+LIMIT_OF_405B = 788  # what it takes and a little; the promise is fewer than 800
 
 
 @pytest.mark.wide

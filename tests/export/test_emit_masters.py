@@ -104,7 +104,7 @@ def test_it_trains_to_the_runtimes_very_numbers(precision: str, strategy_name: s
     for name, weight in weights.items():
         if name in trained:
             # Both rounded to bf16. A gradient that is zero but for rounding (a key's bias) Adam steps by all the same.
-            noise = 0.1 * STEPS * LEARNING_RATE * weight.numel() ** 0.5 if strategy.get("zero_stage") == 3 else 0.0
+            noise = 0.2 * STEPS * LEARNING_RATE * weight.numel() ** 0.5 if strategy.get("zero_stage") == 3 else 0.0
             difference = (trained[name].float() - weight.float()).norm()
             assert difference <= 2**-8 * weight.float().norm() + noise, name
             assert trained[name].dtype == (wide if weight.is_floating_point() else weight.dtype)

@@ -22,8 +22,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.checkpoint import checkpoint
 
-CUDA = torch.cuda.is_available()
-DEVICE = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0"))) if CUDA else torch.device("cpu")
+DEVICE = torch.device(f"cuda:{os.environ.get('LOCAL_RANK', '0')}" if torch.cuda.is_available() else "cpu")
 BUCKET_BYTES = 25 * 2**20
 
 Action = tuple[int, str, int]  # stage, "F" or "B", micro-batch
@@ -121,7 +120,7 @@ def _telling(function: Callable[..., Any], *arguments: Any) -> Any:
 
 
 class Mesh:
-    """Where this rank stands, and its groups: ``tensor`` and ``data`` (None of one rank), and one a directed edge."""
+    """Where this rank stands, and its groups: ``data`` (None of one rank), and one a directed edge."""
 
     def __init__(self, pipeline: int, data: int, tensor: int, edges: Iterable[tuple[int, int]]) -> None:
         if not dist.is_initialized():
@@ -137,8 +136,8 @@ class Mesh:
         mesh = init_device_mesh(DEVICE.type, self.degrees, mesh_dim_names=names)
         self.pipeline_rank, self.data_rank, self.tensor_rank = map(mesh.get_local_rank, names)
         self.data = mesh.get_group("data") if data > 1 else None
-        self.tensor = mesh.get_group("tensor") if tensor > 1 else None
-        TENSOR_AXIS.group, TENSOR_AXIS.rank, TENSOR_AXIS.size = self.tensor, self.tensor_rank, tensor
+        TENSOR_AXIS.group = mesh.get_group("tensor") if tensor > 1 else None
+        TENSOR_AXIS.rank, TENSOR_AXIS.size = self.tensor_rank, tensor
         # Every rank makes every group, in one order. A directed edge has its own: NCCL runs a communicator in order.
         self._ranks = mesh.mesh
         self.edges: dict[tuple[int, int], dist.ProcessGroup] = {}

@@ -80,7 +80,7 @@ class Program:
         parallel.sum_tied(self.mesh, self.gradients.optimised, model.TIED)  # if TIED
         for spec in self.specs:  # if SUMMED
             if spec.summed and (part := self.gradients.optimised[spec.name].grad) is not None:  # if SUMMED
-                dist.all_reduce(part, group=self.mesh.tensor)  # a summand on every tensor rank  # if SUMMED
+                dist.all_reduce(part, group=parallel.TENSOR_AXIS.group)  # a summand on every tensor rank  # if SUMMED
         for parameter, gradient in earlier:
             parameter.grad = gradient if parameter.grad is None else parameter.grad + gradient
         self.steps += 1

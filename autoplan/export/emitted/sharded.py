@@ -41,8 +41,9 @@ class Gradients:
     def begin_step(self) -> None:
         """Working parameters from all ranks' slices."""
         for names in self._buckets:
-            mine = torch.cat([self.optimised[name].detach() for name in names])
-            mine = mine.to(self.working[names[0]].dtype)  # if MASTERS
+            dtype = self.working[names[0]].dtype  # if MASTERS
+            mine = torch.cat([self.optimised[name].detach().to(dtype) for name in names])  # if MASTERS
+            mine = torch.cat([self.optimised[name].detach() for name in names])  # if PLAIN
             everyone = mine.new_empty(self.mesh.degrees[1], mine.numel())
             dist.all_gather_into_tensor(everyone.view(-1), mine, group=self.mesh.data)
             columns = everyone.split([self.optimised[name].numel() for name in names], dim=1)
