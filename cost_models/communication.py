@@ -37,10 +37,11 @@ _PEER_S = 0.5e-6  # an all-to-all's posting of one more peer
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Group:
-    """``size`` ranks, ``stride`` apart."""
+    """``size`` ranks, ``stride`` apart: one of those that tile the ``ranks`` in use (0: all of the cluster's)."""
 
     size: int
     stride: int
+    ranks: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,15 +72,16 @@ class Fabric:
         return self.intra.name if self.nodes == 1 else self.inter.name
 
 
-def group_on(cluster: Cluster, *, size: int, stride: int) -> Fabric:
+def group_on(cluster: Cluster, group: Group) -> Fabric:
     """The fabric under a group, by the placement of ranks: rank r stands in node r // gpus_per_node."""
-    return _fabric(cluster.intra, cluster.inter, cluster.gpus_per_node, size, stride)
+    ranks = min(group.ranks or cluster.gpus, cluster.gpus)
+    return _fabric(cluster.intra, cluster.inter, cluster.gpus_per_node, group.size, group.stride, ranks)
 
 
 @functools.lru_cache(maxsize=4096)
-def _fabric(intra: Link, inter: Link, gpus_per_node: int, size: int, stride: int) -> Fabric:
+def _fabric(intra: Link, inter: Link, gpus_per_node: int, size: int, stride: int, ranks: int) -> Fabric:
     """A search asks for the same few groups once a collective, tens of thousands of times."""
-    local, nodes = _spread(size, stride, gpus_per_node)
+    local, nodes = _spread(size, stride, gpus_per_node, ranks)
     return Fabric(
         local=local,
         nodes=nodes,
@@ -95,7 +97,7 @@ def all_reduce_s(cluster: Cluster, group: Group, bytes_: Number) -> Number:
     if cluster.device.is_cpu:
         seconds = cpu.gloo_s("all_reduce", _gloo_link(cluster, group), ranks=group.size, bytes_=bytes_)
         return chosen(bytes_ > 0, seconds, 0.0)
-    fabric = group_on(cluster, size=group.size, stride=group.stride)
+    fabric = group_on(cluster, group)
     n = group.size
     beta = 2 * (n - 1) / n * bytes_ / fabric.bus_bytes_per_s
     ring = 2 * _ring_latency_s(fabric) + beta
@@ -119,7 +121,7 @@ def _one_pass_s(name: cpu.Collective, cluster: Cluster, group: Group, bytes_: Nu
     if cluster.device.is_cpu:
         seconds = cpu.gloo_s(name, _gloo_link(cluster, group), ranks=group.size, bytes_=bytes_)
         return chosen(bytes_ > 0, seconds, 0.0)
-    fabric = group_on(cluster, size=group.size, stride=group.stride)
+    fabric = group_on(cluster, group)
     n = group.size
     seconds = _BASE_S + _pass_latency_s(fabric) + (n - 1) / n * bytes_ / fabric.bus_bytes_per_s
     return chosen(bytes_ > 0, seconds, 0.0)
@@ -129,7 +131,7 @@ def all_to_all_s(cluster: Cluster, group: Group, bytes_: float) -> float:
     """Seconds until each rank has sent its ``bytes_``, an equal part to every rank of the group."""
     if group.size == 1 or bytes_ == 0:
         return 0.0
-    fabric = group_on(cluster, size=group.size, stride=group.stride)
+    fabric = group_on(cluster, group)
     near = bytes_ * (fabric.local - 1) / fabric.size / fabric.intra.bytes_per_s
     far = bytes_ * (fabric.size - fabric.local) / fabric.size / fabric.inter.bytes_per_s
     hop = fabric.inter.latency_s if fabric.nodes > 1 else fabric.intra.latency_s
@@ -145,7 +147,7 @@ def dispatch_s(cluster: Cluster, group: Group, row_bytes: float, *, topk: int, s
     """
     if group.size == 1 or row_bytes == 0:
         return 0.0
-    fabric = group_on(cluster, size=group.size, stride=group.stride)
+    fabric = group_on(cluster, group)
     hop = fabric.inter.latency_s if fabric.nodes > 1 else fabric.intra.latency_s
     links = dispatch_links_s(cluster, group, row_bytes, topk=topk)
     return _BASE_S + hop + _PEER_S * (group.size - 1) + skew * max(links)
@@ -154,7 +156,7 @@ def dispatch_s(cluster: Cluster, group: Group, row_bytes: float, *, topk: int, s
 def dispatch_links_s(cluster: Cluster, group: Group, row_bytes: float, *, topk: int) -> tuple[float, float]:
     """Seconds in which :func:`dispatch_s` fills a rank's links, inside its node and to others, where the load is
     even."""
-    fabric = group_on(cluster, size=group.size, stride=group.stride)
+    fabric = group_on(cluster, group)
     near = row_bytes * _drawn(fabric.size, topk) * (fabric.local - 1) / fabric.local / fabric.intra.bytes_per_s
     far = row_bytes * _drawn(fabric.nodes, topk) * (fabric.nodes - 1) / fabric.nodes / fabric.inter.bytes_per_s
     return near, far
@@ -212,7 +214,7 @@ def tensor_time(
 
 def _gloo_link(cluster: Cluster, group: Group) -> Link:
     """The slowest link that a group of processes crosses."""
-    return cluster.intra if _spread(group.size, group.stride, cluster.gpus_per_node)[1] == 1 else cluster.inter
+    return cluster.intra if group_on(cluster, group).nodes == 1 else cluster.inter
 
 
 def _wired_share(link: Link, local: int) -> float:
@@ -225,17 +227,19 @@ def _derated(link: Link, efficiency: float) -> Link:
 
 
 @functools.lru_cache(maxsize=4096)
-def _spread(size: int, stride: int, width: int) -> tuple[int, int]:
-    """(ranks of the group a node, nodes) of the worst group."""
+def _spread(size: int, stride: int, width: int, ranks: int) -> tuple[int, int]:
+    """(ranks of the group a node, nodes) of the worst group among so many ``ranks``."""
     block = size * stride
-    if width % block == 0:
+    if width % block == 0 or ranks <= width:
         return size, 1
     if block % width == 0 and (width % stride == 0 or stride % width == 0):
         local = max(1, width // stride)
         return local, size // local
     worst = (size, 1)
-    for start in range(0, math.lcm(block, width), block):
+    for start in range(0, min(math.lcm(block, width), ranks), block):
         for offset in {0, stride // 2, stride - 1}:
+            if start + offset + (size - 1) * stride >= ranks:
+                continue
             nodes: dict[int, int] = {}
             for index in range(size):
                 node = (start + offset + index * stride) // width

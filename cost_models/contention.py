@@ -49,7 +49,7 @@ def held_by_ring(cluster: Cluster, group: Group, sent_bytes: float) -> Held:
     another rank is there, and an even share of the node's ranks to the next node."""
     if group.size == 1 or not sent_bytes:
         return NOTHING
-    fabric = group_on(cluster, size=group.size, stride=group.stride)
+    fabric = group_on(cluster, group)
     return Held(
         intra_s=sent_bytes / fabric.intra.bytes_per_s if fabric.local > 1 else 0.0,
         inter_s=sent_bytes / (fabric.local * fabric.inter.bytes_per_s) if fabric.nodes > 1 else 0.0,

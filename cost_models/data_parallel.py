@@ -161,7 +161,7 @@ class Collectives(NamedTuple):
 
 def _collectives(cluster: Cluster, strategy: Strategy, software: Software) -> Collectives:
     reached = _reached(cluster, software.data_links)
-    group = Group(size=strategy.data, stride=strategy.tensor)
+    group = Group(size=strategy.data, stride=strategy.tensor, ranks=strategy.gpus)
     return Collectives(
         *(functools.partial(price, reached, group) for price in (all_reduce_s, reduce_scatter_s, all_gather_s))
     )
@@ -207,7 +207,7 @@ def _window(cluster: Cluster, strategy: Strategy, seconds: Any, others: Held) ->
     """What is left of ``seconds`` for a transfer of so many seconds and so many bytes passed on."""
     if others == NOTHING:
         return lambda alone_s, sent_bytes: seconds
-    one = held_by_ring(cluster, Group(size=strategy.data, stride=strategy.tensor), 1.0)
+    one = held_by_ring(cluster, Group(size=strategy.data, stride=strategy.tensor, ranks=strategy.gpus), 1.0)
 
     def left(alone_s: Any, sent_bytes: Any) -> Any:
         fills = Held(intra_s=sent_bytes * one.intra_s, inter_s=sent_bytes * one.inter_s)

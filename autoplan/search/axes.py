@@ -83,7 +83,7 @@ def _data(space: Space, evaluation: Evaluation) -> Axis:
         times_per_step=times,
         bytes_per_step=sum(stage.data.bytes_per_step for stage in stages),
         exposed_s=sum(stage.data.exposed_s(micro) for stage in stages),
-        link=stage_link(space, size=strategy.data, stride=strategy.tensor),
+        link=stage_link(space, strategy, size=strategy.data, stride=strategy.tensor),
     )
 
 
@@ -103,5 +103,5 @@ def _tensor(space: Space, evaluation: Evaluation) -> Axis:
         times_per_step=micro * len(found),
         bytes_per_step=micro * sent,
         exposed_s=micro * sum(stage.tensor_forward_s + stage.tensor_backward_s for stage in stages),
-        link=stage_link(space, size=degree, stride=1),
+        link=stage_link(space, strategy, size=degree, stride=1),
     )

@@ -17,7 +17,8 @@ def case(problem: Problem, evaluation: Evaluation, families: tuple[FamilyBest, .
     if unused:
         limited = problem.max_gpus is not None and problem.max_gpus < problem.cluster.gpus
         reason = "as forced" if problem.forced or limited else "more would not be faster"
-        sentence += f"; {unused} of the {problem.cluster.gpus} GPUs stay unused, {reason}"
+        verb = "stays" if unused == 1 else "stay"
+        sentence += f"; {unused} of the {problem.cluster.gpus} GPUs {verb} unused, {reason}"
     return sentence + "."
 
 

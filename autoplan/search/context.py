@@ -21,7 +21,7 @@ from typing import Any
 
 import numpy as np
 
-from autoplan.cost_models.communication import group_on, tensor_time
+from autoplan.cost_models.communication import Group, group_on, tensor_time
 from autoplan.cost_models.precision import dtype_bytes
 from autoplan.errors import StrategyError
 from autoplan.layers.types import Collective, Edge, LayerGraph, LayerKind, Operator
@@ -180,7 +180,9 @@ def restored(problem: Problem, plan: Plan, degree: int) -> Plan:
 def _case(problem: Problem, plan: Plan, strategy: Strategy) -> str:
     keys = ", ".join(f"{key} {value}" for key, value in asked(problem).items())
     unused = plan.gpus - strategy.gpus
-    rest = f"; {unused} of the {plan.gpus} GPUs stay unused, as forced" if unused else ""
+    rest = (
+        f"; {unused} of the {plan.gpus} GPUs {'stays' if unused == 1 else 'stay'} unused, as forced" if unused else ""
+    )
     return f"Forced: {keys}; the rest is planned: {strategy.describe()}{rest}."
 
 
@@ -207,5 +209,5 @@ def _axis(problem: Problem, plan: Plan, degree: int) -> Axis:
         times_per_step=times * micro_batches,
         bytes_per_step=moved * micro_batches,
         exposed_s=seconds * micro_batches,
-        link=group_on(problem.cluster, size=degree, stride=tensor).link_name,
+        link=group_on(problem.cluster, Group(size=degree, stride=tensor, ranks=plan.strategy.gpus)).link_name,
     )

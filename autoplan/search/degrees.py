@@ -1,13 +1,16 @@
 """Every legal tuple of degrees, as columns: data x pipeline x tensor, sequence parallelism, ZeRO stage, micro-batch
 size, schedule, chunks a GPU.
 
-A plan may use fewer GPUs than offered as long as it keeps whole structure: a divisor of one node's GPUs, or whole
-nodes whose number divides the nodes. GPipe is listed only where it is forced or alone: under the closed form it takes
-the time of 1F1B and holds at least as many micro-batches, so it is never the better choice. Interleaved and zero-bubble
-rows stand beside the 1F1B row of the same degrees where that waits for more than :data:`LEAST_BUBBLE` of its step with
-a micro-batch for every rank, or where they are forced. Chunks a GPU are the least that make the longest chunk as many
-layers, or as many of the most common layer, as it then has (:func:`chunk_counts`): more chunks of the same length only
-add sends.
+A plan may use fewer GPUs than offered: part of one node, or whole nodes. Every number is tried on one node of up to
+:data:`SMALL_NODE` GPUs, or where degrees are forced. Elsewhere those are tried that keep whole structure (a divisor of
+one node's GPUs, or whole nodes whose number divides the nodes), and, for the sake of the batch, all those with a data
+degree that divides it and not the GPUs: 24 samples are 24 ranks' on three nodes of eight, where 32 GPUs would have 8.
+
+GPipe is listed only where it is forced or alone: under the closed form it takes the time of 1F1B and holds at least as
+many micro-batches, so it is never the better choice. Interleaved and zero-bubble rows stand beside the 1F1B row of the
+same degrees where that waits for more than :data:`LEAST_BUBBLE` of its step with a micro-batch for every rank, or where
+they are forced. Chunks a GPU are the least that make the longest chunk as many layers, or as many of the most common
+layer, as it then has (:func:`chunk_counts`): more chunks of the same length only add sends.
 """
 
 from __future__ import annotations
@@ -33,6 +36,7 @@ Integers = NDArray[np.int64]
 
 # Where 1F1B's pipeline waits for less of its step, no schedule is faster than 1F1B by more than the search's tolerance.
 LEAST_BUBBLE = 0.02
+SMALL_NODE = 8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -100,11 +104,21 @@ def divisors(number: int) -> tuple[int, ...]:
     return tuple(sorted({*small, *(number // d for d in small)}))
 
 
-def whole_counts(cluster: Cluster) -> tuple[int, ...]:
-    """Numbers of GPUs that keep whole structure, ascending; the last is all of them."""
-    within = divisors(cluster.gpus_per_node)
+def whole_counts(cluster: Cluster) -> frozenset[int]:
+    """Numbers of GPUs that keep whole structure."""
+    if _small(cluster):
+        return frozenset(range(1, cluster.gpus + 1))
     across = (cluster.gpus_per_node * nodes for nodes in divisors(cluster.nodes))
-    return tuple(sorted({*within, *across}))
+    return frozenset({*divisors(cluster.gpus_per_node), *across})
+
+
+def fills_nodes(cluster: Cluster, gpus: int) -> bool:
+    """Whether ``gpus`` are part of one node, or whole nodes."""
+    return gpus <= cluster.gpus_per_node or gpus % cluster.gpus_per_node == 0
+
+
+def _small(cluster: Cluster) -> bool:
+    return cluster.nodes == 1 and cluster.gpus <= SMALL_NODE
 
 
 def enumerate_candidates(
@@ -114,10 +128,11 @@ def enumerate_candidates(
     order that depends on nothing else."""
     rows: list[tuple[int, ...]] = []
     tensors = tuple(tensors)
-    for gpus in reversed(counts(problem, forced)):
-        rows += _rows(problem, forced, gpus, tensors)
-        # A user who forces degrees and leaves data open means the rest of the GPUs for data.
-        if rows and forced.names_a_degree and forced.data is None:
+    for gpus in reversed(counts(problem, forced, tensors)):
+        found = _rows(problem, forced, gpus, tensors)
+        rows += found
+        # A user who forces degrees and leaves data open means the rest for data: as many as the batch allows.
+        if forced.names_a_degree and forced.data is None and any(row[0] * forced.product == gpus for row in found):
             break
     plain = np.array(rows, dtype=np.int64).reshape(-1, 6)
     over = plain[np.isin(plain[:, 1], np.array(list(shared), dtype=np.int64))]
@@ -226,12 +241,30 @@ def _joined(pieces: list[Piece]) -> Piece:
     return of, other, virtual_stages
 
 
-def counts(problem: Problem, forced: Forced) -> tuple[int, ...]:
-    """Numbers of GPUs to try. Where all three degrees are forced, their product."""
+def counts(problem: Problem, forced: Forced, tensors: Iterable[int]) -> tuple[int, ...]:
+    """Numbers of GPUs to try, ascending. Where all three degrees are forced, their product."""
+    cluster = problem.cluster
+    most = min(problem.max_gpus or cluster.gpus, cluster.gpus)
     if forced.data and forced.tensor and forced.pipeline:
-        return (forced.product,)
-    most = problem.max_gpus or problem.cluster.gpus
-    return tuple(n for n in whole_counts(problem.cluster) if n % forced.product == 0 and n <= most)
+        tried: Iterable[int] = (forced.product,)
+    elif forced.names_a_degree:
+        tried = range(forced.product, most + 1, forced.product)
+    else:
+        tried = whole_counts(cluster) | _counts_of_batch(problem, tensors)
+    return tuple(sorted(n for n in tried if n <= most and fills_nodes(cluster, n)))
+
+
+def _counts_of_batch(problem: Problem, tensors: Iterable[int]) -> frozenset[int]:
+    """Numbers of GPUs with a data degree that divides the batch and not the GPUs that there are."""
+    gpus, layers = problem.cluster.gpus, len(problem.layers.layers)
+    pipelines = [degree for degree in divisors(gpus) if degree <= layers]
+    return frozenset(
+        data * tensor * pipeline
+        for data in divisors(problem.global_batch)
+        if gpus % data
+        for tensor in tensors
+        for pipeline in pipelines
+    )
 
 
 def tensor_degrees(problem: Problem, forced: Forced) -> tuple[int, ...]:
@@ -239,18 +272,20 @@ def tensor_degrees(problem: Problem, forced: Forced) -> tuple[int, ...]:
     if forced.tensor:
         return (forced.tensor,)
     highest = problem.max_tensor or problem.cluster.gpus_per_node
-    return tuple(d for d in divisors(problem.cluster.gpus) if (2 if problem.sequence_forced else 1) <= d <= highest)
+    tried = {*divisors(problem.cluster.gpus), *(2**power for power in range(highest.bit_length()))}
+    return tuple(sorted(d for d in tried if (2 if problem.sequence_forced else 1) <= d <= highest))
 
 
 def _rows(problem: Problem, forced: Forced, gpus: int, tensors: tuple[int, ...]) -> list[tuple[int, ...]]:
     rows: list[tuple[int, ...]] = []
     layers = len(problem.layers.layers)
+    whole = forced.names_a_degree or gpus in whole_counts(problem.cluster)
     for tensor in tensors:
         for pipeline in _options(forced.pipeline, divisors(gpus // tensor) if gpus % tensor == 0 else ()):
             data, rest = divmod(gpus, tensor * pipeline)
             if rest or pipeline > layers or forced.data not in (None, data) or problem.global_batch % data:
                 continue
-            if data > 1 and problem.batch_coupling:
+            if (data > 1 and problem.batch_coupling) or not (whole or problem.cluster.gpus % data):
                 continue
             for micro in _micro_batch_sizes(problem, forced, data):
                 micro_batches = problem.global_batch // (data * micro)

@@ -367,6 +367,7 @@ def layers_flops(graph: LayerGraph) -> list[float]:
     return [each[layer.kind] for layer in graph.layers]
 
 
-def stage_link(space: Space, *, size: int, stride: int) -> str:
-    """Name of the slowest link that a group crosses."""
-    return communication.group_on(space.problem.cluster, size=size, stride=stride).link_name
+def stage_link(space: Space, strategy: Strategy, *, size: int, stride: int) -> str:
+    """Name of the slowest link that a group of ``strategy`` crosses."""
+    group = communication.Group(size=size, stride=stride, ranks=strategy.gpus)
+    return communication.group_on(space.problem.cluster, group).link_name

@@ -207,7 +207,7 @@ def _data(tables: Tables, strategy: Strategy, stage: StageCosts) -> DataParallel
     copies = dataclasses.replace(
         strategy, data=strategy.data // strategy.expert, tensor=strategy.tensor * strategy.expert
     )
-    group = Group(size=strategy.data, stride=strategy.tensor)
+    group = Group(size=strategy.data, stride=strategy.tensor, ranks=strategy.gpus)
     gradients = (elements.trainable - elements.trainable_expert) * tables.recipe.gradients
     sent_bytes = (1 if strategy.zero_stage else 2) * (strategy.data - 1) / strategy.data * gradients
     experts = data_parallel_time(
@@ -268,6 +268,7 @@ def _axis(problem: Problem, plan: Plan) -> Axis:
         moved += sum(c.bytes_per_sample for c in exchanges) * strategy.micro_batch_size
         times += len(exchanges)
     share = (strategy.expert - 1) / strategy.expert / SKEW
+    group = Group(size=strategy.expert, stride=strategy.tensor, ranks=strategy.gpus)
     return Axis(
         name="expert",
         degree=strategy.expert,
@@ -276,5 +277,5 @@ def _axis(problem: Problem, plan: Plan) -> Axis:
         times_per_step=times * strategy.micro_batches,
         bytes_per_step=moved * share * strategy.micro_batches,
         exposed_s=seconds * strategy.micro_batches,
-        link=group_on(problem.cluster, size=strategy.expert, stride=strategy.tensor).link_name,
+        link=group_on(problem.cluster, group).link_name,
     )

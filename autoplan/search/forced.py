@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -9,7 +10,7 @@ from typing import Any
 from autoplan.errors import StrategyError
 from autoplan.schedules import CHUNKED, EVENLY_SPLIT, SCHEDULES
 from autoplan.search.constraints import LIMITS
-from autoplan.search.degrees import divisors, tensor_degrees, whole_counts
+from autoplan.search.degrees import counts, divisors, tensor_degrees
 from autoplan.search.problem import Problem
 
 KEYS = (
@@ -64,11 +65,11 @@ def read_forced(problem: Problem) -> Forced:
     forced = Forced(**values)
     checks = (
         _check_choices,
-        _check_product,
         _check_pipeline,
         _check_chunks,
         _check_sequence,
         _check_tensor,
+        _check_product,
         _check_batch,
         _check_zero,
     )
@@ -138,24 +139,27 @@ def _check_choices(problem: Problem, forced: Forced) -> None:
 
 
 def _check_product(problem: Problem, forced: Forced) -> None:
-    gpus = problem.cluster.gpus
+    gpus, node = problem.cluster.gpus, problem.cluster.gpus_per_node
     given = {name: getattr(forced, name) for name in DEGREES if getattr(forced, name) is not None}
-    if gpus % forced.product == 0:
+    if not given or counts(problem, forced, ()):
         return
     words = " x ".join(f"{name} {degree}" for name, degree in given.items())
     product = f" = {forced.product}" if len(given) > 1 else ""
-    relation = "needs more than" if forced.product > gpus else "does not divide"
+    relation = "needs more than" if forced.product > gpus else "leaves part of a node idle among"
     raise StrategyError(
         f"{words}{product} {relation} the {gpus} GPUs of {problem.cluster.spec}",
         where="strategy key " + ", ".join(f"`{name}`" for name in given),
-        legal=f"degrees whose product divides {gpus}: {_listed(divisors(gpus))}",
-        attempt=_nearest_count(forced, gpus),
+        legal=f"degrees whose product is at most {min(node, gpus)}"
+        + (f", or that {gpus // node} whole nodes of {node} hold" if gpus > node else ""),
+        attempt=_nearest_count(problem, forced),
     )
 
 
-def _nearest_count(forced: Forced, gpus: int) -> str:
-    lower = gpus // forced.product * forced.product
-    return f"gpus={lower or forced.product}, or another degree"
+def _nearest_count(problem: Problem, forced: Forced) -> str:
+    """The least number of GPUs that holds the degrees, in nodes like these."""
+    node = problem.cluster.gpus_per_node
+    least = forced.product if forced.product <= node else math.lcm(forced.product, node)
+    return f"{least} GPUs, or smaller degrees"
 
 
 def _check_pipeline(problem: Problem, forced: Forced) -> None:
@@ -275,7 +279,7 @@ def _check_zero(problem: Problem, forced: Forced) -> None:
     rest = (forced.tensor or 1) * (forced.pipeline or 1)
     if forced.data is None and not any(
         n % rest == 0 and any(d > 1 and problem.global_batch % d == 0 for d in divisors(n // rest))
-        for n in whole_counts(problem.cluster)
+        for n in counts(problem, forced, tensor_degrees(problem, forced))
     ):
         raise without(f"and {problem.cluster.gpus} GPUs with a global batch of {problem.global_batch} leave it no GPUs")
 

@@ -296,7 +296,8 @@ class Tables(StageSends):
         """Seconds to sum a tied parameter's gradients over the two stages that hold it: first and last in nearly
         every model, so that is the distance."""
         strategy = self.strategy
-        apart = communication.Group(size=2, stride=strategy.data * strategy.tensor * (strategy.pipeline - 1))
+        distance = strategy.data * strategy.tensor * (strategy.pipeline - 1)
+        apart = communication.Group(size=2, stride=distance, ranks=strategy.gpus)
         return communication.all_reduce_s(self.cluster, apart, elements * self.recipe.gradients)
 
     def data_axis(self, elements: float, trainable: float, layers: int, *, backward_s: float) -> DataParallelTime:

@@ -47,7 +47,7 @@ COLLECTIVES = (all_reduce_s, all_gather_s, reduce_scatter_s, all_to_all_s)
     ],
 )
 def test_where_a_group_stands(cluster: Cluster, size: int, stride: int, local: int, nodes: int) -> None:
-    fabric = group_on(cluster, size=size, stride=stride)
+    fabric = group_on(cluster, Group(size=size, stride=stride))
     assert (fabric.local, fabric.nodes) == (local, nodes)
 
 

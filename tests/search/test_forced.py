@@ -89,10 +89,17 @@ def test_numbers_as_text_are_read() -> None:
     assert search(problem(LAYERS, cluster(4), forced={"tensor": "2"})).strategy.tensor == 2
 
 
-def test_seven_gpus_with_tensor_two() -> None:
-    error = refused({"tensor": 2}, gpus=7)
-    assert "tensor 2 does not divide the 7 GPUs" in error.what
-    assert "1, 7" in error.legal and "gpus=6" in error.attempt
+def test_seven_gpus_with_tensor_two_leave_one_idle() -> None:
+    plan = search(problem(LAYERS, cluster(7), global_batch=48, forced={"tensor": 2}))
+    assert plan.strategy.tensor == 2 and plan.gpus_used == 6
+
+
+def test_degrees_that_part_of_a_node_would_have_to_hold() -> None:
+    with pytest.raises(StrategyError) as caught:
+        search(problem(LAYERS, cluster(4, nodes=2), forced={"pipeline": 6}))
+    error = caught.value
+    assert "pipeline 6 leaves part of a node idle among the 8 GPUs" in error.what
+    assert "at most 4, or that 2 whole nodes of 4 hold" in error.legal and "12 GPUs" in error.attempt
 
 
 def test_product_above_the_gpus() -> None:

@@ -291,7 +291,7 @@ def test_forced_degrees_hold_across_kinds() -> None:
 def test_what_no_part_of_the_cluster_can_run_is_refused() -> None:
     cluster = mixed([group(4), group(4, speed=0.5)])
     with pytest.raises(StrategyError):
-        search(problem(big(), cluster, global_batch=64, forced={"pipeline": 3}))
+        search(problem(big(), cluster, global_batch=64, forced={"pipeline": 9}))
 
 
 def test_no_more_gpus_than_asked_for() -> None:
