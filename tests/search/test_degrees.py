@@ -48,7 +48,7 @@ def test_ranks_of_one_node_are_priced_on_its_own_links_whatever_nodes_stand_besi
 
 
 def test_what_forced_degrees_leave_is_for_data_as_far_as_the_batch_goes() -> None:
-    plan = search(problem(LAYERS, cluster(7), global_batch=14, forced={"tensor": 2}, max_tensor=2))
-    assert (plan.strategy.data, plan.strategy.tensor) == (2, 2)
-    plan = search(problem(LAYERS, cluster(8), global_batch=6, forced={"tensor": 2}, max_tensor=2))
+    plan = search(problem(LAYERS, cluster(7), global_batch=14, forced={"tensor": 2, "pipeline": 1}))
+    assert (plan.strategy.data, plan.gpus_used) == (2, 4)
+    plan = search(problem(LAYERS, cluster(8), global_batch=6, forced={"tensor": 2, "pipeline": 1}))
     assert (plan.strategy.data, plan.strategy.tensor, plan.gpus_used) == (3, 2, 6)
