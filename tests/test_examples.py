@@ -19,14 +19,19 @@ import pytest
 EXAMPLES = Path(__file__).parent.parent / "examples"
 
 
-def run(*arguments: str) -> str:
-    finished = subprocess.run(
+def attempt(*arguments: str) -> subprocess.CompletedProcess[str]:
+    """A command that may fail."""
+    return subprocess.run(
         [sys.executable, *arguments],
         capture_output=True,
         text=True,
         timeout=180,
         env=os.environ | {"OMP_NUM_THREADS": "1"},
     )
+
+
+def run(*arguments: str) -> str:
+    finished = attempt(*arguments)
     assert finished.returncode == 0, finished.stderr
     return finished.stdout
 
@@ -40,15 +45,13 @@ def test_an_operator_of_ones_own_is_verified_and_a_wrong_rule_found(tmp_path: Pa
     model, plan = f"{EXAMPLES / 'own_operator.py'}", str(tmp_path / "plan.json")
     run("-m", "autoplan.cli", "plan", f"{model}:build", "--gpus", "2xA100", "--strategy", "tensor=2", "-o", plan)
     assert "the same numbers" in run("-m", "autoplan.cli", "verify", f"{model}:build", plan)
-    wrong = subprocess.run(
-        [sys.executable, "-m", "autoplan.cli", "verify", f"{model}:wrong", plan],
-        capture_output=True,
-        text=True,
-        timeout=180,
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
-    )
+    wrong = attempt("-m", "autoplan.cli", "verify", f"{model}:wrong", plan)
     assert wrong.returncode == 1
     assert "First: the value of `centre`, layer blocks.0" in " ".join(wrong.stdout.split())
+    # An emitted program has nothing but torch.
+    emitted = attempt("-m", "autoplan.cli", "emit", f"{model}:build", plan, "-o", str(tmp_path / "program"))
+    assert emitted.returncode == 2 and "operator example::centre is not torch's" in emitted.stderr
+    assert "own_operator.py:" in emitted.stderr and not (tmp_path / "program").exists()
 
 
 def last_loss(output: str) -> float:

@@ -174,15 +174,22 @@ def _export(wrapper: CallAndLoss, inputs: list[Tensor], size: int, notes: list[s
         graph_module = _module(torch.export.export(wrapper, tuple(inputs), strict=False))
     except Exception:
         raise first from None
-    notes.append(f"the batch size is fixed at the example's {size}: with a free one, {_reason(first)}")
+    notes.append(f"the batch size is fixed at the example's {size}: {_reason(first)}")
     return graph_module, False
 
 
+# How torch says that a dimension that was to be free is a number.
+_MADE_CONSTANT = "specialized it to be a constant"
+
+
 def _reason(error: Exception) -> str:
-    """torch's own reason: the first constraint that does not hold, else the message's first line."""
+    """Why a batch is not free, by torch's message: in our words, or the first constraint that does not hold, or else
+    the message's first line."""
+    if _MADE_CONSTANT in str(error):
+        return "the model makes a number of it (a size that is written out, or read with int())"
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     constraints = [line.removeprefix("- ") for line in lines if line.startswith("- ")]
-    return (constraints or lines or [type(error).__name__])[0].partition(". ")[0]
+    return f"with a free one, {(constraints or lines or [type(error).__name__])[0].partition('. ')[0]}"
 
 
 def _export_dynamic(wrapper: CallAndLoss, inputs: list[Tensor], batched: list[bool], sizes: range) -> GraphModule:

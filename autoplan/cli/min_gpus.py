@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import shlex
+from collections.abc import Sequence
 from typing import Annotated
 
 import typer
@@ -77,11 +78,25 @@ def min_gpus(
             }
         )
         return
+    again = _options(
+        ("--global-batch", [str(found.global_batch)]),
+        ("--seq", [str(seq)] if seq else []),
+        ("--precision", [precision] if precision else []),
+        ("--optimizer", [optimizer] if optimizer != "adamw" else []),
+        ("--strategy", strategy or []),
+        ("--headroom", [headroom] if headroom else []),
+        ("--inside-node", [inside_node] if inside_node else []),
+    )
     console.result(f"{found.gpus} x {found.cluster.device.name}")
     console.note(
         f"{found.strategy.describe()}, micro-batch {found.strategy.micro_batch_size}, global batch "
-        f"{found.global_batch}; next: {_next(model, found.cluster)}"
+        f"{found.global_batch}; next: {_next(model, found.cluster)}{again}"
     )
+
+
+def _options(*given: tuple[str, Sequence[str]]) -> str:
+    """The same question again, as options behind a command."""
+    return "".join(f" {name} {shlex.quote(value)}" for name, values in given for value in values)
 
 
 def _next(model: str, cluster: Cluster) -> str:

@@ -17,9 +17,13 @@ from typing import Any
 import torch
 from torch.fx import Node
 
+from autoplan.capture.errors import node_line
+from autoplan.errors import StrategyError
 from autoplan.passes import context_operators, expert_operators, operators
 
 aten = torch.ops.aten
+# Namespaces of operators that come with torch.
+_TORCHS_OWN = ("aten", "prim", "prims", "c10d", "_c10d_functional", "quantized")
 
 Names = Mapping[Node, str]
 DEVICE = "DEVICE"
@@ -140,6 +144,13 @@ def _operator(node: Node, names: Names) -> str:
             return _call(f"{_operand(receiver, names)}.{name}", node.args[1:], node.kwargs, names)
         if hasattr(torch, name):
             return _call(f"torch.{name}", node.args, node.kwargs, names)
+    if space not in _TORCHS_OWN:
+        raise StrategyError(
+            f"operator {overload._schema.name} is not torch's, and an emitted program has nothing but torch",
+            where=node_line(node),
+            legal="operators of torch",
+            attempt="write it with torch's own in the model, or train by `program.step` and `autoplan run`",
+        )
     return _call(f"torch.ops.{space}.{name}.{overload._overloadname}", node.args, node.kwargs, names)
 
 

@@ -94,3 +94,13 @@ def test_paths_that_differ_fix_the_batch_at_the_examples(model: nn.Module, examp
     assert not found.dynamic_batch
     assert any(f"the batch size is fixed at the example's {example}" in note for note in found.notes)
     assert torch.equal(found.graph_module(*samples(example)), model(*samples(example)))
+
+
+def test_a_batch_that_the_model_writes_out_is_said_in_our_words() -> None:
+    class Written(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x.reshape(4, -1).sum()
+
+    found = capture(Written(), torch.randn(4, 8))
+    (note,) = (note for note in found.notes if "the batch size is fixed at the example's 4" in note)
+    assert "the model makes a number of it" in note and "dynamic" not in note

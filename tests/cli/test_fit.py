@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import shlex
 from pathlib import Path
 
 import pytest
 
 from autoplan.errors import InfeasibleError
+from autoplan.plan import Plan
 from tests.support.cli import Invoke
 
 TINY = {"model_type": "gpt2", "n_embd": 96, "n_layer": 2, "n_head": 6, "n_positions": 128, "vocab_size": 512}
@@ -47,6 +49,17 @@ def test_the_fewest_gpus_of_a_kind(invoke: Invoke, tmp_path: Path) -> None:
     assert invoke("min-gpus", model, "--gpu", "H100").stdout == "1 x H100-80GB-SXM\n"
     refused = invoke("min-gpus", model)
     assert refused.exit_code == 2 and "--gpu" in refused.stderr
+
+
+def test_the_next_command_asks_the_same_question(invoke: Invoke, tmp_path: Path) -> None:
+    asked = ("--seq", "64", "--global-batch", "6", "--headroom", "10%", "--strategy", "pipeline=2,data<=1")
+    found = invoke("min-gpus", config(tmp_path, TINY), "--gpu", "H100", *asked)
+    command = shlex.split(found.stderr.partition("next: autoplan ")[2])
+    planned = invoke(*command, "-o", str(tmp_path / "plan.json"))
+    assert planned.exit_code == 0, planned.stderr
+    plan = Plan.load(tmp_path / "plan.json")
+    assert (plan.gpus, plan.global_batch, plan.strategy.pipeline) == (2, 6, 2)
+    assert plan.forced == {"pipeline": 2, "data": "<=1", "memory_headroom": "10%"}
 
 
 def test_families_in_a_table(invoke: Invoke, tmp_path: Path) -> None:
