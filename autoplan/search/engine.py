@@ -37,6 +37,7 @@ from autoplan.search.space import Space
 TOLERANCE = 0.02
 # Of the candidates whose closed form is near the best at most so many are simulated.
 MOST_CONFIRMED = 64
+ROUNDING = 1e-12
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -137,7 +138,9 @@ class Engine:
             if best is not None and bound >= best.value_s:
                 break
             if best is not None and time.monotonic() > self.deadline:
-                return best, min(bound, best.value_s), False
+                # But for the rounding of sums there may be nothing left to find.
+                proven = bound >= best.value_s * (1 - ROUNDING)
+                return best, best.value_s if proven else bound, proven
             # Up to the tolerance above the best, so that the answer serves the search for less parallelism too.
             found = self.open(index, cutoff_s=best.value_s * (1 + max(tolerance, CONFIRMED)) if best else math.inf)
             if found is not None and (best is None or found.value_s < best.value_s):

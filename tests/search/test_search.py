@@ -312,6 +312,12 @@ def test_a_time_limit_leaves_an_honest_gap() -> None:
         assert hurried.certificate.gap > 0
 
 
+@pytest.mark.parametrize("layers", range(4, 9))
+def test_a_gap_of_nothing_but_rounding_is_none(layers: int) -> None:
+    proof = search(problem([Dense()] * layers, cluster(1)), time_limit_s=0.0).certificate
+    assert (proof.status == "optimal") == (proof.gap < 1e-12)
+
+
 def test_predict_names_what_it_filled_in() -> None:
     plan = predict(problem(SMALL, cluster(4), forced={"tensor": 2, "schedule": "gpipe"}))
     assert plan.strategy.tensor == 2 and plan.strategy.schedule == "gpipe"
