@@ -46,6 +46,7 @@ UNSAID = {
     "certificate.confirmed": "how many candidates were simulated leaves no trace in the plan",
     "stages.*.hidden_s": "what transfers take beside computation: of links, which are not in the file",
     "stages.*.parameters": "a GPU of several stages counts what they tie once: a little less than their sum is legal",
+    "crossings.*.value": "of links of several kinds of GPUs, whose rates are not in the file; those of one kind agree",
     "axes.*.times_per_step": "collectives of layers, which are not in the file; a multiple of the micro-batches",
     "axes.*.bytes_per_step": "bytes of layers' tensors, which are not in the file",
     "axes.*.exposed_s": "of the data axis, at most what the step shows; less where stages tie a parameter",

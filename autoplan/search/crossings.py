@@ -73,7 +73,10 @@ def fitting(problem: Problem, short: Sequence[Shortfall]) -> tuple[Crossing, ...
         value = memory + each.short_bytes
         there = dataclasses.replace(problem, cluster=problem.cluster.with_memory(value / memory * (1 + ROUNDING)))
         space = open_space(there).ordered(each.order)
-        priced = evaluate_decision(space, each.strategy, each.cuts, step_s=brief_step_s)
+        try:
+            priced = evaluate_decision(space, each.strategy, each.cuts, step_s=brief_step_s)
+        except ValueError:  # a rank of several layers needs more than its fullest stage was short of
+            continue
         found.append(
             Crossing(
                 quantity="memory_bytes",
