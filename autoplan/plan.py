@@ -341,10 +341,19 @@ class ClusterSummary:
         return " + ".join(f"{f'{nodes}{times}' if nodes > 1 else ''}{gpus} {name}" for nodes, gpus, name in named)
 
     @property
+    def groups_used(self) -> tuple[GroupSummary, ...]:
+        """The groups that run the plan, in rank order; () where all machines are of one kind."""
+        return tuple(sorted((g for g in self.groups if g.gpus_used), key=lambda group: group.first_rank))
+
+    @property
+    def ranks_of_groups(self) -> str:
+        """Which ranks run on which kind, in words."""
+        return ", ".join(f"{g.first_rank} to {g.first_rank + g.gpus_used - 1} on {g.name}" for g in self.groups_used)
+
+    @property
     def machines_used(self) -> tuple[tuple[int, int], ...]:
         """(machines, GPUs of each) of every group that is used, in rank order; () where all are of one kind."""
-        used = sorted((group for group in self.groups if group.gpus_used), key=lambda group: group.first_rank)
-        return tuple((-(-group.gpus_used // group.gpus_per_node), group.gpus_per_node) for group in used)
+        return tuple((-(-group.gpus_used // group.gpus_per_node), group.gpus_per_node) for group in self.groups_used)
 
     def memory_of(self, stage: Stage) -> float:
         """Bytes of the GPUs that run ``stage``: of the smallest, where they are of several kinds."""

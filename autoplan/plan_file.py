@@ -161,9 +161,14 @@ def _from_third(data: Data) -> Data:
 
 
 def _from_fourth(data: Data) -> Data:
-    """Files before revision 5 did not say what a GPU computes at most, and had no digest. Where two pipeline ranks hold
-    several stages each, they counted one message a stage: each rank sends the activations of all its stages and the
-    gradients of all, but for the model's last or first."""
+    """Files before revision 5 did not say what a GPU computes at most, and had no digest."""
+    return data
+
+
+def _from_fifth(data: Data) -> Data:
+    """Files before revision 6 did not say which layers are of one kind, which nothing else in them tells, nor of which
+    revision they were first. Where two pipeline ranks hold several stages each, they counted one message a stage: each
+    rank sends the activations of all its stages and the gradients of all, but for the model's last or first."""
     strategy, axes = data.get("strategy"), data.get("axes")
     if not isinstance(strategy, dict) or not isinstance(axes, list) or strategy.get("pipeline") != 2:
         return data
@@ -180,12 +185,6 @@ def _from_fourth(data: Data) -> Data:
             for axis in axes
         ],
     }
-
-
-def _from_fifth(data: Data) -> Data:
-    """Files before revision 6 did not say which layers are of one kind, which nothing else in them tells, nor of which
-    revision they were first."""
-    return data
 
 
 # A step for each revision but the newest: from it to the next.

@@ -317,10 +317,11 @@ def test_flops_that_the_step_does_not_make_are_refused() -> None:
     assert [stage.flops for stage in Plan.from_json(of_revision(data, 3)).stages] == [0.0, 0.0]
 
 
-def test_files_before_revision_5_counted_too_few_messages_between_two_ranks_of_several_stages() -> None:
+@pytest.mark.parametrize("revision", [4, 5])
+def test_older_files_counted_too_few_messages_between_two_ranks_of_several_stages(revision: int) -> None:
     strategy = {"pipeline": 2, "virtual_stages": 2, "micro_batches": 16}
     axes = [{"name": "pipeline", "times_per_step": 32}, {"name": "data", "times_per_step": 32}]
-    old = {"revision": 4, "strategy": strategy, "axes": axes}
+    old = {"revision": revision, "strategy": strategy, "axes": axes}
     assert [axis["times_per_step"] for axis in plan_file.migrate(old)["axes"]] == [48, 32]
     wider = old | {"strategy": strategy | {"pipeline": 4}}
     assert plan_file.migrate(wider)["axes"] == axes

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from operator import attrgetter
+
 from torch import Tensor, nn
 from torch._library.custom_ops import OPDEFS
 from torch._ops import OpOverload
@@ -18,21 +20,13 @@ def check_formulas(graph_module: GraphModule) -> None:
     training: set[Node] = set()
     for node in graph_module.graph.nodes:
         if node.op == "get_attr":
-            value = graph_module.get_parameter(node.target) if _is_parameter(graph_module, node) else None
-            if value is not None and value.requires_grad:
+            value = attrgetter(str(node.target))(graph_module)
+            if isinstance(value, nn.Parameter) and value.requires_grad:
                 training.add(node)
         elif node.op == "call_function" and not training.isdisjoint(node.all_input_nodes) and _carries(node):
             if _has_no_formula(node):
                 raise _refusal(node)
             training.add(node)
-
-
-def _is_parameter(graph_module: GraphModule, node: Node) -> bool:
-    path, _, name = str(node.target).rpartition(".")
-    try:
-        return isinstance(getattr(graph_module.get_submodule(path), name, None), nn.Parameter)
-    except AttributeError:
-        return False
 
 
 def _carries(node: Node) -> bool:

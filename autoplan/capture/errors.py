@@ -162,12 +162,17 @@ def _frames(error: BaseException) -> list[traceback.FrameSummary]:
     return frames
 
 
-def is_data_dependent(error: BaseException) -> bool:
-    """Whether tracing failed because values are not known."""
+def data_dependent_kinds() -> tuple[type[Exception], ...]:
+    """What torch raises where values would have to be known; loaded when it is asked for, with all of sympy."""
     from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
     from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
-    kinds = (GuardOnDataDependentSymNode, DataDependentOutputException, DynamicOutputShapeException)
+    return GuardOnDataDependentSymNode, DataDependentOutputException, DynamicOutputShapeException
+
+
+def is_data_dependent(error: BaseException) -> bool:
+    """Whether tracing failed because values are not known."""
+    kinds = data_dependent_kinds()
     seen: BaseException | None = error
     while seen is not None:
         if isinstance(seen, kinds) or "data-dependent" in str(seen) or ".numpy() is not supported" in str(seen):

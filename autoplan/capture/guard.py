@@ -25,7 +25,7 @@ from autoplan.capture import hooks
 from autoplan.capture.errors import current_line, is_data_dependent
 from autoplan.capture.swallowed import Raised
 from autoplan.capture.tracked import note_operands
-from autoplan.capture.unkept import Unkept
+from autoplan.capture.unkept import Unkept, trains
 from autoplan.errors import CaptureError
 
 
@@ -143,7 +143,7 @@ class ForeignTensors(TorchFunctionMode):
         note_operands((*args, *kwargs.values()))
         for value in (*args, *kwargs.values()):
             for item in value if isinstance(value, (list, tuple)) else (value,):
-                if isinstance(item, Tensor) and not isinstance(item, FakeTensor) and _trains(item):
+                if isinstance(item, Tensor) and _is_foreign(item):
                     self._refusals.append(_foreign_tensor(item))
                     raise self._refusals[-1]
         refused = hooks.refused_call(function) or self._unkept.refused(function, args, kwargs)
@@ -160,9 +160,12 @@ class ForeignTensors(TorchFunctionMode):
         return result
 
 
-def _trains(tensor: Tensor) -> bool:
+def _is_foreign(tensor: Tensor) -> bool:
+    """Whether it is a real one that needs a gradient."""
+    if isinstance(tensor, FakeTensor) or not trains(tensor):
+        return False
     with torch._C.DisableTorchFunction():
-        return tensor.requires_grad and not torch._is_functional_tensor(tensor)
+        return not torch._is_functional_tensor(tensor)
 
 
 def _foreign_tensor(tensor: Tensor) -> CaptureError:

@@ -73,9 +73,6 @@ class Holder:
 
         return Holder(cls.__qualname__, read, write, lambda name: f"{cls.__qualname__}.{name}")
 
-    def content(self) -> Any:
-        return self.read()
-
     def items(self) -> Iterator[tuple[str, Any]]:
         """The members by name."""
         content = self.read()
@@ -202,8 +199,10 @@ def _of_generator(path: str, value: Any) -> Holder | None:
     numpy = sys.modules.get("numpy")
     if numpy is not None and isinstance(value, numpy.random.RandomState):
         return Holder(path, value.get_state, value.set_state, draws=True)
-    source = getattr(value, "bit_generator", value) if numpy is not None else None
-    if numpy is not None and isinstance(source, numpy.random.BitGenerator):
+    if numpy is None:
+        return None
+    source = value.bit_generator if isinstance(value, numpy.random.Generator) else value
+    if isinstance(source, numpy.random.BitGenerator):
         return Holder(path, lambda: copy.deepcopy(source.state), lambda s: setattr(source, "state", s), draws=True)
     return None
 

@@ -50,7 +50,7 @@ class Noticed:
     def _track(self) -> None:
         """Numbers that forward changes tell from here on what is made of them."""
         for name, holder in self.changed.items():
-            content = holder.content()
+            content = holder.read()
             if isinstance(content, dict) and holder.label is not None:
                 holder.put({key: tracked(v) if holder.label(key) == name else v for key, v in content.items()})
             elif isinstance(content, list) and not holder.draws:

@@ -138,7 +138,7 @@ class Snapshot:
     """What the holders held at one moment."""
 
     def __init__(self, holders: list[Holder]) -> None:
-        self._kept = [(holder, holder.content()) for holder in holders]
+        self._kept = [(holder, holder.read()) for holder in holders]
 
     def changes(self, among: frozenset[str] | None = None) -> Iterator[tuple[str, Holder]]:
         """What holds something else now, by name; ``among``: of these names alone."""

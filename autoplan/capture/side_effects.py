@@ -16,13 +16,14 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from torch import nn
-from torch.fx import GraphModule, Node
+from torch.fx import GraphModule
 
 from autoplan.capture.errors import described_line, forward_line, node_line
 from autoplan.capture.lines import first_line
 from autoplan.capture.noticed import Noticed
 from autoplan.capture.second_call import first_difference, written_constant
 from autoplan.capture.tracked import Reads, reading
+from autoplan.capture.unkept import plain_tensor
 from autoplan.errors import CaptureError
 
 _COMPARISONS = 8  # lines whose comparison is answered the other way, a trace each
@@ -36,7 +37,7 @@ def check(noticed: Noticed, model: nn.Module, first: GraphModule, trace: Trace) 
     if noticed.draws or noticed.sources.entropy:
         raise _random(noticed, model, trace)
     if (writing := written_constant(first)) is not None:
-        raise _plain_tensor(writing)
+        raise plain_tensor(node_line(writing))
     if not noticed.may_differ:
         return []
     clocks = list(dict.fromkeys(noticed.sources.clocks))
@@ -117,16 +118,6 @@ def _unknown(differing: str) -> CaptureError:
         where=differing,
         legal="numbers that come from inputs, parameters and buffers; torch's own random operators",
         attempt="read it outside and pass the value as an input",
-    )
-
-
-def _plain_tensor(writing: Node) -> CaptureError:
-    return CaptureError(
-        "forward changes a tensor in place that is neither a buffer nor an input: the program would keep a copy of it, "
-        "in no state dict",
-        where=node_line(writing),
-        legal="buffers, which the program keeps, saves and hands to every rank",
-        attempt="self.register_buffer('name', tensor) in __init__",
     )
 
 

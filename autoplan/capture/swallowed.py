@@ -14,13 +14,9 @@ from typing import Any
 from unittest import mock
 
 from torch import nn
-from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
-from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
-from autoplan.capture.errors import trace_failure, user_frame
+from autoplan.capture.errors import data_dependent_kinds, trace_failure, user_frame
 from autoplan.errors import CaptureError
-
-_KINDS = (GuardOnDataDependentSymNode, DataDependentOutputException, DynamicOutputShapeException)
 
 
 class Raised:
@@ -46,7 +42,7 @@ class Raised:
     def noted(self) -> Iterator[None]:
         """While inside, every tracing error is kept as it is made."""
         with contextlib.ExitStack() as stack:
-            for kind in _KINDS:
+            for kind in data_dependent_kinds():
                 stack.enter_context(mock.patch.object(kind, "__init__", self._noting(kind)))
             yield
 

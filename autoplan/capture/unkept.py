@@ -32,15 +32,10 @@ class Unkept:
                 attempt="change the tensor itself, without .data, inside `with torch.no_grad():`",
             )
         if args and type(args[0]) is Tensor and _is_in_place(function) and not torch._is_functional_tensor(args[0]):
-            return _refusal(  # all that the model owns or makes is fake while it is traced
-                "forward changes a tensor in place that is neither a buffer nor an input: the program would keep a "
-                "copy of it, in no state dict",
-                legal="buffers, which the program keeps, saves and hands to every rank",
-                attempt="self.register_buffer('name', tensor) in __init__",
-            )
+            return plain_tensor(current_line())  # all that the model owns or makes is fake while it is traced
         if function in _FREEZING and isinstance(args[0], nn.Parameter):
             wanted = args[1] if len(args) > 1 else kwargs.get("requires_grad", True)
-            if bool(wanted) != _trains(args[0]):
+            if bool(wanted) != trains(args[0]):
                 return _refusal(
                     "forward sets requires_grad of a parameter: the program trains what is trained when it is built",
                     legal="parameters that train, or do not, from the first step on",
@@ -71,9 +66,21 @@ def _is_in_place(function: Any) -> bool:
     return name in ("__setitem__",) or (name.endswith("_") and not name.endswith("__")) or name.startswith("__i")
 
 
-def _trains(tensor: Tensor) -> bool:
+def trains(tensor: Tensor) -> bool:
+    """Whether it needs a gradient, without asking any mode that is watching."""
     with torch._C.DisableTorchFunction():
         return tensor.requires_grad
+
+
+def plain_tensor(where: str) -> CaptureError:
+    """The error of a forward that changes a tensor of nobody's in place, at the line ``where``."""
+    return CaptureError(
+        "forward changes a tensor in place that is neither a buffer nor an input: the program would keep a copy of it, "
+        "in no state dict",
+        where=where,
+        legal="buffers, which the program keeps, saves and hands to every rank",
+        attempt="self.register_buffer('name', tensor) in __init__",
+    )
 
 
 def _refusal(what: str, legal: str, attempt: str) -> CaptureError:

@@ -110,7 +110,7 @@ def explain(
 
 def _as_argument(path: Path) -> str:
     """What to write for the plan's file in the command that is recommended."""
-    return "PLAN.json" if is_stdout(path) else shlex.quote(str(path))
+    return "PLAN.json" if plans.is_stdin(path) else shlex.quote(str(path))
 
 
 def _deeper(plan: Plan, layer: str | None, model: str | None, gpus: str | None, *, json: bool) -> None:

@@ -90,7 +90,7 @@ def min_gpus(
     console.result(f"{found.gpus} x {found.cluster.device.name}")
     console.note(
         f"{found.strategy.describe()}, micro-batch {found.strategy.micro_batch_size}, global batch "
-        f"{found.global_batch}; next: {_next(model, found.cluster)}{again}"
+        f"{found.global_batch}; next: {_next(model, found.cluster, again)}"
     )
 
 
@@ -99,11 +99,12 @@ def _options(*given: tuple[str, Sequence[str]]) -> str:
     return "".join(f" {name} {shlex.quote(value)}" for name, values in given for value in values)
 
 
-def _next(model: str, cluster: Cluster) -> str:
-    """The command that plans for ``cluster``, which may be no SPEC: so many GPUs as a cluster file has them."""
+def _next(model: str, cluster: Cluster, again: str) -> str:
+    """The command that plans for ``cluster``, which may be no SPEC: so many GPUs as a cluster file has them.
+    ``again``: the question's options."""
     try:
         Cluster.parse(cluster.spec)
     except ClusterError:
         of, _, file = cluster.spec.partition(" as in ")
-        return f"autoplan plan {model} --gpus FILE, where FILE is {file or cluster.spec} with {of}"
-    return f"autoplan plan {shlex.quote(model)} --gpus {shlex.quote(cluster.spec)}"
+        return f"autoplan plan {shlex.quote(model)} --gpus FILE{again}, where FILE is {file or cluster.spec} with {of}"
+    return f"autoplan plan {shlex.quote(model)} --gpus {shlex.quote(cluster.spec)}{again}"

@@ -12,9 +12,14 @@ from autoplan.plan import Plan
 _STANDARD, _NAME = Path("-"), "standard input"
 
 
+def is_stdin(path: Path) -> bool:
+    """Whether ``-`` was said."""
+    return path == _STANDARD
+
+
 def load(path: Path) -> Plan:
     """The plan in ``path``; of what an older file leaves unchecked a line is said on stderr."""
-    plan = _from_standard_input() if path == _STANDARD else Plan.load(path)
+    plan = _from_standard_input() if is_stdin(path) else Plan.load(path)
     if plan.unchecked:
         console.note(f"{named(path)}: less checked than a plan of today: {plan.unchecked}")
     return plan
@@ -29,12 +34,12 @@ def load_two(before: Path, after: Path) -> tuple[Plan, Plan]:
 
 def named(path: Path) -> str:
     """What to call the file in a sentence."""
-    return _NAME if path == _STANDARD else str(path)
+    return _NAME if is_stdin(path) else str(path)
 
 
 def short(path: Path) -> str:
     """The same without its folders."""
-    return _NAME if path == _STANDARD else path.name
+    return _NAME if is_stdin(path) else path.name
 
 
 def _from_standard_input() -> Plan:

@@ -18,8 +18,8 @@ if TYPE_CHECKING:
     from pydantic import ConfigDict
 
 _STRICT: ConfigDict = {"extra": "forbid", "strict": False}
-# Of the step: nearer than the first less parallelism wins, and whole state is sharded only for more than the second.
 _ALIKE = "all GPUs alike"  # a way to use several kinds, as the search calls it
+# Of the step: nearer than the first less parallelism wins, and whole state is sharded only for more than the second.
 AS_FAST, SHARDING_GAIN = 0.02, 0.10
 Kind = Literal["chosen", "fits", "unchanged"]
 

@@ -36,7 +36,7 @@ from autoplan.export.blocks import Function, Functions, Group, groups
 from autoplan.export.expressions import of_folder
 from autoplan.export.stages import StageText, stage_text
 from autoplan.export.tables import Entry, chain_source, specs_source, stages_source, values_source
-from autoplan.export.templates import Features, runtime_files
+from autoplan.export.templates import FROM_PARALLEL, Features, runtime_files
 from autoplan.export.texts import (
     INTERLEAVED,
     NEVER_SPLIT,
@@ -54,7 +54,6 @@ from autoplan.runtime.build import Builder, RankGraphs, is_gathered, layer_polic
 from autoplan.runtime.masters import keeps_masters
 from autoplan.sharding.placements import Copied, Shard
 
-_FROM_PARALLEL = ("DEVICE", "Input", "Parameters", "Spec", "Split", "Stage", "Value", "recomputed")
 _SLICES = ("gather_from_axis", "scatter_to_axis", "gather_for_axis", "scatter_sum_to_axis", "slice_for_axis")
 _WARM_UPS = {
     "gpipe": "MICRO_BATCHES",  # all forwards first
@@ -263,7 +262,7 @@ class Emission:
             "",
             *[line for module in before for line in used(module, self._called[module])],
             *used("gradients", ("gathers",)),
-            *used("parallel", _FROM_PARALLEL),
+            *used("parallel", FROM_PARALLEL),
             *[line for module in after for line in used(module, self._called[module])],
             "",
             *self._degrees(),

@@ -15,6 +15,8 @@ from autoplan.export.extract import extract, reads, with_class
 _SOURCES = Path(__file__).with_name("emitted")
 _GRADIENTS = {0: "replicated.py", 1: "sharded.py", 2: "sharded.py", 3: "gathered.py"}
 _PACKED_ARGUMENTS = ", parts: Sequence[int] = (), block: int = 0"  # of collectives
+# What model.py may import of parallel.py.
+FROM_PARALLEL = ("DEVICE", "Input", "Parameters", "Spec", "Split", "Stage", "Value", "recomputed")
 _MARK = re.compile(r"  # if ([A-Z]+)$")
 
 
@@ -85,8 +87,7 @@ def runtime_files(called: Mapping[str, Sequence[str]], features: Features) -> di
     if features.chain:
         for name in ("Value", "Pipeline"):
             parallel = with_class(parallel, name, _template("chain.py"))
-    from_model = {"DEVICE", "Input", "Parameters", "Spec", "Split", "Stage", "Value", "recomputed"}
-    files["parallel.py"] = extract(parallel, from_model.union(*map(reads, files.values())))
+    files["parallel.py"] = extract(parallel, {*FROM_PARALLEL}.union(*map(reads, files.values())))
     return files
 
 

@@ -28,6 +28,7 @@ from autoplan.search.evaluate import Evaluation, StageCosts, evaluate_decision
 from autoplan.search.problem import Problem
 from autoplan.search.shortfall import Shortfall
 from autoplan.search.space import Space, open_space
+from autoplan.search.tables import MARGIN
 from autoplan.search.timing import brief_step_s
 
 # Times as fast, or as slow, that are tried; steps of the bisection to the nearest, on a scale of ratios.
@@ -54,12 +55,18 @@ def crossings(chosen: Priced, others: Sequence[Priced]) -> tuple[Crossing, ...]:
     cluster = chosen.space.problem.cluster
     if cluster.device.is_cpu or not others or cluster.gpus == 1:
         return ()
+    return tuple(found for kind in kinds_of_links(cluster) for found in _of_kind(chosen, others, *kind))
+
+
+def kinds_of_links(cluster: Cluster) -> list[tuple[str, float, Scaled]]:
+    """The kinds of links that ``cluster`` has: a crossing's quantity, bytes a second, and what makes them so many times
+    as fast."""
     kinds: list[tuple[str, float, Scaled]] = []
     if cluster.nodes > 1:
         kinds.append(("inter_bytes_per_s", cluster.inter.bytes_per_s, lambda c, f: c.with_links(inter=f)))
     if cluster.gpus_per_node > 1:
         kinds.append(("intra_bytes_per_s", cluster.intra.bytes_per_s, lambda c, f: c.with_links(intra=f)))
-    return tuple(found for kind in kinds for found in _of_kind(chosen, others, *kind))
+    return kinds
 
 
 def fitting(problem: Problem, short: Sequence[Shortfall]) -> tuple[Crossing, ...]:
@@ -71,12 +78,9 @@ def fitting(problem: Problem, short: Sequence[Shortfall]) -> tuple[Crossing, ...
     found = []
     for each in short:
         value = memory + each.short_bytes
-        there = dataclasses.replace(problem, cluster=problem.cluster.with_memory(value / memory * (1 + ROUNDING)))
-        space = open_space(there).ordered(each.order)
-        try:
-            priced = evaluate_decision(space, each.strategy, each.cuts, step_s=brief_step_s)
-        except ValueError:  # a rank of several layers needs more than its fullest stage was short of
-            continue
+        roomy = problem.cluster.with_memory(value / memory / (1 - MARGIN) * (1 + ROUNDING))
+        space = open_space(dataclasses.replace(problem, cluster=roomy)).ordered(each.order)
+        priced = evaluate_decision(space, each.strategy, each.cuts, step_s=brief_step_s)
         found.append(
             Crossing(
                 quantity="memory_bytes",

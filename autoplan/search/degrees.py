@@ -106,19 +106,19 @@ def divisors(number: int) -> tuple[int, ...]:
 
 def whole_counts(cluster: Cluster) -> frozenset[int]:
     """Numbers of GPUs that keep whole structure."""
-    if _small(cluster):
-        return frozenset(range(1, cluster.gpus + 1))
-    across = (cluster.gpus_per_node * nodes for nodes in divisors(cluster.nodes))
-    return frozenset({*divisors(cluster.gpus_per_node), *across})
+    return _whole_counts(cluster.nodes, cluster.gpus_per_node)
+
+
+@functools.lru_cache(maxsize=64)
+def _whole_counts(nodes: int, gpus_per_node: int) -> frozenset[int]:
+    if nodes == 1 and gpus_per_node <= SMALL_NODE:
+        return frozenset(range(1, gpus_per_node + 1))
+    return frozenset({*divisors(gpus_per_node), *(gpus_per_node * some for some in divisors(nodes))})
 
 
 def fills_nodes(cluster: Cluster, gpus: int) -> bool:
     """Whether ``gpus`` are part of one node, or whole nodes."""
     return gpus <= cluster.gpus_per_node or gpus % cluster.gpus_per_node == 0
-
-
-def _small(cluster: Cluster) -> bool:
-    return cluster.nodes == 1 and cluster.gpus <= SMALL_NODE
 
 
 def enumerate_candidates(

@@ -13,14 +13,13 @@ from collections.abc import Callable, Iterator, Sequence
 from autoplan.cluster import Cluster
 from autoplan.plan import Crossing
 from autoplan.search.choice import Decision
-from autoplan.search.crossings import Priced, Rival, of_rivals, step_s
+from autoplan.search.crossings import Priced, Rival, Scaled, kinds_of_links, of_rivals, step_s
 from autoplan.search.engine import Engine
 from autoplan.search.evaluate import evaluate_decision
 from autoplan.search.heterogeneous_engine import MixedDecision, evaluate_layout
 from autoplan.search.heterogeneous_space import MixedSpace, open_mixed_space
 from autoplan.search.timing import brief_step_s
 
-Scaled = Callable[[Cluster, float], Cluster]
 # A decision, by what makes links so many times as fast.
 RivalAt = Callable[[Scaled], Rival]
 
@@ -35,13 +34,8 @@ def crossings(
     """
     if cluster.device.is_cpu or not (others or families):
         return ()
-    kinds: list[tuple[str, float, Scaled]] = [
-        ("inter_bytes_per_s", cluster.inter.bytes_per_s, lambda c, f: c.with_links(inter=f))
-    ]
-    if cluster.gpus_per_node > 1:
-        kinds.append(("intra_bytes_per_s", cluster.intra.bytes_per_s, lambda c, f: c.with_links(intra=f)))
     found: list[Crossing] = []
-    for quantity, now, scaled in kinds:
+    for quantity, now, scaled in kinds_of_links(cluster):
         of_ways = of_rivals(chosen(scaled), [other(scaled) for other in others], quantity, now)
         of_families = [
             dataclasses.replace(crossing, value=now * crossing.factor)

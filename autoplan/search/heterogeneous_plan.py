@@ -388,7 +388,7 @@ def _step_s(way: Way) -> float:
 
 def _shares(plan: Plan) -> str:
     parts = []
-    for group in sorted((g for g in plan.cluster.groups if g.gpus_used), key=lambda g: g.first_rank):
+    for group in plan.cluster.groups_used:
         stages = [i for i, stage in enumerate(plan.stages) if stage.device == group.name]
         layers = sum(plan.stages[i].last_layer - plan.stages[i].first_layer + 1 for i in stages)
         numbers = f"stage {stages[0]}" if len(stages) == 1 else f"stages {stages[0]} to {stages[-1]}"
@@ -412,9 +412,7 @@ def _why_idle(searched: Searched, plan: Plan, rows: tuple[Way, ...]) -> str:
 
 
 def _notes(searched: Searched, plan: Plan) -> list[str]:
-    used = sorted((g for g in plan.cluster.groups if g.gpus_used), key=lambda g: g.first_rank)
-    ranges = ", ".join(f"{g.first_rank} to {g.first_rank + g.gpus_used - 1} on {g.name}" for g in used)
-    notes = [f"ranks follow the stages: {ranges}; start the nodes in this order"]
+    notes = [f"ranks follow the stages: {plan.cluster.ranks_of_groups}; start the nodes in this order"]
     if len(searched.alone) > 1:
         notes.append("one mesh for all stages; data parallelism over kinds is priced as if all GPUs were the weakest")
     return notes

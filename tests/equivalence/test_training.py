@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from autoplan.runtime import Program
 from tests.support import models
 from tests.support.processes import run_ranks
-from tests.support.training import program_forced
+from tests.support.training import in_double, program_forced
 
 LEARNING_RATE = 1e-2
 STEPS = 3
@@ -127,12 +127,6 @@ class Trained:
     weights: Mapping[str, Tensor]
 
 
-def doubled(build: Callable[[], tuple[nn.Module, Any]]) -> tuple[nn.Module, Any]:
-    model, batch = build()
-    to_double = lambda t: t.double() if t.is_floating_point() else t  # noqa: E731
-    return model.double(), torch.utils._pytree.tree_map(to_double, batch)
-
-
 def single_process(model: nn.Module, batch: Any) -> Trained:
     """The original, trained as its user would."""
     model = copy.deepcopy(model)
@@ -194,7 +188,7 @@ def world_of(strategy: dict[str, Any]) -> int:
 
 @pytest.mark.parametrize(("model_name", "strategy_name"), CASES)
 def test_program_trains_to_the_single_process_numbers(model_name: str, strategy_name: str) -> None:
-    model, batch = doubled(MODELS[model_name])
+    model, batch = in_double(*MODELS[model_name]())
     strategy = STRATEGIES[strategy_name]
     program = compiled(model, batch, strategy, gpus=world_of(strategy))
     assert_same(run_ranks(trained, world_of(strategy), program, batch), single_process(model, batch))
@@ -205,7 +199,7 @@ def test_a_program_that_every_rank_compiles_trains_to_the_single_process_numbers
     model_name: str, strategy_name: str
 ) -> None:
     """As under torchrun: the ranks find the same plan, each by itself."""
-    model, batch = doubled(MODELS[model_name])
+    model, batch = in_double(*MODELS[model_name]())
     strategy = STRATEGIES[strategy_name]
     ranks = run_ranks(compiled_and_trained, world_of(strategy), model, batch, strategy)
     assert_same(ranks, single_process(model, batch))

@@ -19,6 +19,7 @@ from autoplan.capture import gather_inputs
 from autoplan.runtime import Program
 from autoplan.verification.precision import float64_throughout
 from tests.support.processes import run_ranks
+from tests.support.training import in_double
 
 LEARNING_RATE = 1e-2
 STEPS = 3
@@ -76,14 +77,8 @@ def single_process(model: nn.Module, batch: Any) -> tuple[list[float], dict[str,
     return losses, {name: value.detach() for name, value in model.state_dict().items()}
 
 
-def doubled(build: Callable[[], tuple[nn.Module, Any]]) -> tuple[nn.Module, Any]:
-    model, batch = build()
-    to_double = lambda t: t.double() if t.is_floating_point() else t  # noqa: E731
-    return model.double(), torch.utils._pytree.tree_map(to_double, batch)
-
-
 def compiled(build: Callable[[], tuple[nn.Module, Any]], strategy: dict[str, Any]) -> tuple[Any, nn.Module, Any]:
-    model, batch = doubled(build)
+    model, batch = in_double(*build())
     gpus = strategy["data"] * strategy["tensor"] * strategy["pipeline"] * strategy.get("context", 1)
     program = autoplan.compile(
         copy.deepcopy(model), gpus=gpus, example_inputs=batch, strategy=dict(strategy), device="cpu"

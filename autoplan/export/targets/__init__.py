@@ -28,13 +28,12 @@ def _places(plan: Plan) -> list[str]:
 
 def starting(plan: Plan) -> list[str]:
     """How machines of several kinds are to be started, so that stages stand on theirs; [] where all are alike."""
-    used = sorted((group for group in plan.cluster.groups if group.gpus_used), key=lambda group: group.first_rank)
+    used = plan.cluster.groups_used
     if not used:
         return []
-    ranks = ", ".join(f"{g.first_rank} to {g.first_rank + g.gpus_used - 1} on {g.name}" for g in used)
     said = [
-        f"ranks {ranks}; the c10d rendezvous numbers machines as they come, so start each by torchrun --rdzv-backend "
-        "static --node-rank N --master-addr HOST, in this order"
+        f"ranks {plan.cluster.ranks_of_groups}; the c10d rendezvous numbers machines as they come, so start each by "
+        "torchrun --rdzv-backend static --node-rank N --master-addr HOST, in this order"
     ]
     if len({group.gpus_per_node for group in used}) > 1:
         each = ", ".join(f"{group.gpus_per_node} on {group.name}" for group in used)
