@@ -8,6 +8,7 @@ every step and every weight after the last step is compared, never the loss alon
 from __future__ import annotations
 
 import copy
+import functools
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -17,10 +18,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from autoplan.request import Traced
 from autoplan.runtime import Program
 from tests.support import models
 from tests.support.processes import run_ranks
-from tests.support.training import in_double, program_forced
+from tests.support.training import in_double, program_forced, program_planned, traced
 
 LEARNING_RATE = 1e-2
 STEPS = 3
@@ -143,14 +145,14 @@ def single_process(model: nn.Module, batch: Any) -> Trained:
     return Trained(losses, gradients, {n: p.detach().clone() for n, p in model.named_parameters()})
 
 
-def compiled(model: nn.Module, batch: Any, strategy: dict[str, Any], *, gpus: int) -> Program:
-    program = program_forced(model, batch, strategy, gpus=gpus)
-    policies = {policy for stage in program.plan.stages for policy in stage.layer_recompute}
-    assert policies == {strategy.get("recompute", "none")}
-    return program
+@functools.cache
+def prepared(name: str) -> tuple[Any, Traced, Trained]:
+    """A batch, the model as traced, and what training it alone leaves behind."""
+    model, batch = in_double(*MODELS[name]())
+    return batch, traced(model, batch), single_process(model, batch)
 
 
-def trained(rank: int, world: int, program: Program, batch: Any) -> Trained:
+def train(rank: int, world: int, program: Program, batch: Any) -> Trained:
     """Three steps on one rank, gathered."""
     optimizer = torch.optim.AdamW(program.parameters(), lr=LEARNING_RATE)
     losses, gradients = [], []
@@ -162,8 +164,8 @@ def trained(rank: int, world: int, program: Program, batch: Any) -> Trained:
     return Trained(losses, gradients, program.state_dict())
 
 
-def compiled_and_trained(rank: int, world: int, model: nn.Module, batch: Any, strategy: dict[str, Any]) -> Trained:
-    return trained(rank, world, compiled(model, batch, strategy, gpus=world), batch)
+def compile_and_train(rank: int, world: int, model: nn.Module, batch: Any, strategy: dict[str, Any]) -> Trained:
+    return train(rank, world, program_forced(model, batch, strategy, gpus=world), batch)
 
 
 def assert_equal(name: str, found: Tensor, expected: Tensor) -> None:
@@ -188,10 +190,12 @@ def world_of(strategy: dict[str, Any]) -> int:
 
 @pytest.mark.parametrize(("model_name", "strategy_name"), CASES)
 def test_program_trains_to_the_single_process_numbers(model_name: str, strategy_name: str) -> None:
-    model, batch = in_double(*MODELS[model_name]())
+    batch, model, alone = prepared(model_name)
     strategy = STRATEGIES[strategy_name]
-    program = compiled(model, batch, strategy, gpus=world_of(strategy))
-    assert_same(run_ranks(trained, world_of(strategy), program, batch), single_process(model, batch))
+    program = program_planned(model, strategy, gpus=world_of(strategy))
+    policies = {policy for stage in program.plan.stages for policy in stage.layer_recompute}
+    assert policies == {strategy.get("recompute", "none")}
+    assert_same(run_ranks(train, world_of(strategy), program, batch), alone)
 
 
 @pytest.mark.parametrize(("model_name", "strategy_name"), [("nanogpt", "dp2-pp2-tp2"), ("llama", "dp2-zero1")])
@@ -201,5 +205,5 @@ def test_a_program_that_every_rank_compiles_trains_to_the_single_process_numbers
     """As under torchrun: the ranks find the same plan, each by itself."""
     model, batch = in_double(*MODELS[model_name]())
     strategy = STRATEGIES[strategy_name]
-    ranks = run_ranks(compiled_and_trained, world_of(strategy), model, batch, strategy)
+    ranks = run_ranks(compile_and_train, world_of(strategy), model, batch, strategy)
     assert_same(ranks, single_process(model, batch))

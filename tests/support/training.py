@@ -13,7 +13,10 @@ from torch import Tensor, nn
 
 import autoplan
 from autoplan.capture import Capture, capture
+from autoplan.cluster import Cluster
+from autoplan.request import AskedModel, Traced, Wish, problem_of
 from autoplan.runtime import Program
+from autoplan.search import search
 from tests.support.plans import hand_plan, one_layer_a_node, with_recompute
 
 LEARNING_RATE = 1e-2
@@ -69,7 +72,25 @@ def program_of(captured: Capture, *, recompute: tuple[str, ...] = ("none",), **p
 
 def program_forced(model: nn.Module, batch: Any, strategy: dict[str, Any], *, gpus: int) -> Program:
     """Compiled as a user would, under degrees that are all taken."""
-    program = autoplan.compile(model, gpus=gpus, example_inputs=batch, strategy=strategy, device="cpu")
+    return _as_forced(
+        autoplan.compile(model, gpus=gpus, example_inputs=batch, strategy=strategy, device="cpu"), strategy
+    )
+
+
+def traced(model: nn.Module, batch: Any) -> Traced:
+    """``model`` as :func:`autoplan.compile` traces it: once for the programs of many plans. What trains must be
+    forked: all these programs hold the model's own parameters."""
+    return AskedModel(model, batch, None, None, None, None).trace_whole(Cluster.parse("1xcpu"))
+
+
+def program_planned(model: Traced, strategy: dict[str, Any], *, gpus: int) -> Program:
+    """As :func:`program_forced`, of a model that was traced."""
+    cluster = Cluster.parse(f"{gpus}xcpu")
+    plan = search(problem_of(model, cluster, Wish(strategy, "adamw")))
+    return _as_forced(Program(model.capture, plan, layers=model.layers, cluster=cluster, device="cpu"), strategy)
+
+
+def _as_forced(program: Program, strategy: dict[str, Any]) -> Program:
     used = program.plan.strategy
     assert all(getattr(used, key) == value for key, value in strategy.items() if key != "recompute")
     return written(program)
