@@ -96,9 +96,10 @@ class AskedModel:
 
     def trace_whole(self, cluster: Cluster) -> Traced:
         """To compile: every block is traced."""
-        from autoplan.capture import capture
+        with uncollected():
+            from autoplan.capture import capture
 
-        return self._trace(cluster, capture)
+            return self._trace(cluster, capture)
 
     def _trace(self, cluster: Cluster, capture: Callable[..., Capture]) -> Traced:
         from autoplan.layers import build_layers
