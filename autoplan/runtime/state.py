@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 
 import torch
@@ -25,6 +25,7 @@ from autoplan.runtime.data_parallel import GradientSync
 from autoplan.runtime.faults import CheckpointError
 from autoplan.runtime.pieces import pieces
 from autoplan.runtime.stored import WEIGHTS, InMemory, Part, SafetensorsFile, Source, write_safetensors
+from autoplan.runtime.together import joined, parted, runs
 from autoplan.sharding.placements import Placement, Shard, assemble
 
 
@@ -63,19 +64,17 @@ class FullTensors:
             held = self._sync.parameters.get(name) if self._sync is not None else None
             exist[index] = float(held is not None and held.grad is not None)
         self._mesh.max_over_world(exist)
-        return {
-            name: self._gather(name, lambda sync, n: sync.whole_gradient(n))
-            for name, found in zip(names, exist.tolist(), strict=False)
-            if found
-        }
+        given = [name for name, found in zip(names, exist.tolist(), strict=False) if found]
+        whole = dict(self._gather(given, lambda sync, n: sync.whole_gradient(n)))
+        return {name: whole[name] for name in given}
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         """Take each rank's part of whole tensors. Raises CheckpointError naming what does not fit."""
         self.fill(InMemory(state))
 
     def save(self, directory: Path, config: str | None = None) -> None:
-        """Write ``model.safetensors`` (and ``config.json``) beside ``directory`` and rename; rank 0 writes, a tensor in
-        memory at a time, all wait for it."""
+        """Write ``model.safetensors`` (and ``config.json``) beside ``directory`` and rename; rank 0 writes, a tensor or
+        a few small ones in memory at a time, all wait for it."""
         whole, problem = self._whole_tensors(), ""
         if self._mesh.rank == 0:
             try:
@@ -84,7 +83,7 @@ class FullTensors:
                 problem = f"{error.strerror or error}: {error.filename or directory}"
             except CheckpointError as error:
                 problem = error.what
-        for _ in whole:  # a collective each: what rank 0 did not come to, it must still take part in
+        for _ in whole:  # collectives: what rank 0 did not come to, it must still take part in
             pass
         self.raise_together(f"cannot write the checkpoint: {problem}" if problem else "", directory)
 
@@ -194,35 +193,57 @@ class FullTensors:
 
     # ---------------------------------------------------------------------------------------------------------- details
 
-    def _gather(self, name: str, read: Callable[[GradientSync, str], Tensor]) -> Tensor:
-        """One parameter, or its gradient, whole on every rank."""
-        mesh, strategy = self._mesh, self._mesh.strategy
-        owner = self._ownership.holders[name][0]
-        whole: Tensor | None = None
-        if self._sync is not None and mesh.at is not None and mesh.at.pipeline == owner:
-            dtype = self._capture.graph_module.get_parameter(name).dtype  # masters are wider
-            local = read(self._sync, name).to(dtype).contiguous()
-            placement, axis = self._split(name), "expert" if name in self._experts else "tensor"
-            whole = local
-            if isinstance(placement, Shard):
-                whole = assemble(AxisCommunicator(mesh).all_gather(local, axis), placement)
-        if whole is None:
-            pattern = self._capture.graph_module.get_parameter(name)
-            whole = torch.empty(pattern.shape, dtype=pattern.dtype, device=mesh.device)
-        whole = whole.detach().clone(memory_format=torch.contiguous_format)
-        return mesh.broadcast(whole, source=strategy.rank(Coordinates(owner, 0, 0)))
+    def _gather(
+        self, names: Iterable[str], read: Callable[[GradientSync, str], Tensor]
+    ) -> Iterator[tuple[str, Tensor]]:
+        """Parameters, or their gradients, whole on every rank, stage by stage; those of a stage share collectives."""
+        patterns = {name: self._capture.graph_module.get_parameter(name) for name in names}
+        owners = {name: self._ownership.holders[name][0] for name in patterns}
+        in_turn, at = sorted(patterns, key=owners.__getitem__), self._mesh.at
+        for run in runs(in_turn, lambda n: (owners[n], patterns[n].dtype), lambda n: patterns[n].nbytes):
+            if self._sync is not None and at is not None and at.pipeline == owners[run[0]]:
+                whole = self._assembled({name: read(self._sync, name).to(patterns[name].dtype) for name in run})
+            else:
+                whole = [torch.empty(patterns[n].shape, dtype=patterns[n].dtype, device=self._mesh.device) for n in run]
+            yield from zip(run, self._sent_from(owners[run[0]], whole), strict=True)
+
+    def _assembled(self, local: Mapping[str, Tensor]) -> list[Tensor]:
+        """Whole tensors of what this rank holds of them, a collective an axis that splits some."""
+        whole = dict(local)
+        for axis in ("tensor", "expert"):
+            placements = {n: self._split(n) for n in local if (n in self._experts) == (axis == "expert")}
+            split = {name: placement for name, placement in placements.items() if isinstance(placement, Shard)}
+            if not split:
+                continue
+            rows = AxisCommunicator(self._mesh).all_gather(joined([local[name] for name in split]), axis)
+            of_ranks = [parted(row, [local[name].shape for name in split]) for row in rows]
+            for (name, placement), shards in zip(split.items(), zip(*of_ranks, strict=True), strict=True):
+                whole[name] = assemble(list(shards), placement)
+        return list(whole.values())
+
+    def _sent_from(self, stage: int, tensors: list[Tensor]) -> list[Tensor]:
+        """Copies of the tensors of ``stage``'s first rank, on every rank."""
+        if self._mesh.world > 1 and len(tensors) > 1:
+            row = self._mesh.broadcast(joined(tensors), source=self._first_rank(stage))
+            return [part.clone() for part in parted(row, [tensor.shape for tensor in tensors])]
+        copies = [tensor.detach().clone(memory_format=torch.contiguous_format) for tensor in tensors]
+        return [self._mesh.broadcast(copy, source=self._first_rank(stage)) for copy in copies]
+
+    def _first_rank(self, stage: int) -> int:
+        return self._mesh.strategy.rank(Coordinates(stage, 0, 0))
 
     def _whole_tensors(self) -> Iterator[tuple[list[str], Tensor]]:
-        """Every tensor of the state dict and the names that it has, a collective each."""
+        """Every tensor of the state dict and the names that it has: parameters, then buffers."""
         self.require_values()
+        state, canonical = self._capture.graph_module.state_dict(), self._ownership.canonical
         names: dict[str, list[str]] = {}
-        for name in self._capture.graph_module.state_dict():
-            names.setdefault(self._ownership.canonical.get(name, name), []).append(name)
-        for first, all_of_them in names.items():
-            if first in self._ownership.canonical:
-                yield all_of_them, self._gather(first, lambda sync, n: sync.whole(n))
-            else:
-                yield all_of_them, self._buffer(first, self._capture.graph_module.state_dict()[first])
+        for name in state:
+            names.setdefault(canonical.get(name, name), []).append(name)
+        for name, whole in self._gather((n for n in names if n in canonical), lambda sync, n: sync.whole(n)):
+            yield names[name], whole
+        for name, all_of_them in names.items():
+            if name not in canonical:
+                yield all_of_them, self._buffer(name, state[name])
 
     def _buffer(self, name: str, value: Tensor) -> Tensor:
         """A buffer that the forward writes comes from the stage that does; others are alike everywhere."""
@@ -231,7 +252,7 @@ class FullTensors:
         return mesh.broadcast(current, source=self._buffer_rank(name)) if name in self._buffer_owner else current
 
     def _buffer_rank(self, name: str) -> int:
-        return self._mesh.strategy.rank(Coordinates(self._buffer_owner.get(name, 0), 0, 0))
+        return self._first_rank(self._buffer_owner.get(name, 0))
 
 
 def _unsplit(tensor: Tensor) -> Part:
