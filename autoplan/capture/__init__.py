@@ -24,6 +24,7 @@ from autoplan.capture.errors import forward_line, node_line
 from autoplan.capture.folding import SPARE, Folding, folded
 from autoplan.capture.huggingface import model_name
 from autoplan.capture.loss import analyse
+from autoplan.capture.reassigned import check_parameters
 from autoplan.capture.shapes import batch_symbol, is_data_dependent, shape_at, size_at
 from autoplan.capture.trace import needs_shadow, stand_ins, trace
 from autoplan.capture.types import Capture, Coupling, InputSpec, LossTerm
@@ -113,6 +114,7 @@ def _capture(
     placeholders = [_placeholder_name(model, path) for path in found]
     graph_module = clean(traced.graph_module, model, tensors, placeholders, names, folding)
     check_formulas(graph_module)
+    check_parameters(graph_module)
     inputs = _input_specs(graph_module, found, size)
     loss_terms, couplings = analyse(graph_module, inputs)
     return Capture(
@@ -149,6 +151,14 @@ def _bare(model: nn.Module) -> nn.Module:
             where=forward_line(model),
             legal="the bare model: autoplan places its parameters and synchronises gradients itself",
             attempt="pass model.module",
+        )
+    scripted = next((name for name, part in model.named_modules() if isinstance(part, torch.jit.ScriptModule)), None)
+    if scripted is not None:
+        raise CaptureError(
+            f"{f'the module {scripted}' if scripted else 'the model'} was compiled by torch.jit: it cannot be traced",
+            where=forward_line(model),
+            legal="modules in Python",
+            attempt="pass the module as it was before torch.jit.script or torch.jit.trace",
         )
     lazy = [name for name, parameter in model.named_parameters() if type(parameter).__name__.startswith("Uninit")]
     if lazy:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 import torch
 from torch.fx import GraphModule, Node
@@ -22,8 +22,8 @@ class Memory:
             root = self.root[source] if source is not None else node
             self.root[node] = root
             self.members.setdefault(root, []).append(node)
-            if writes(node):
-                self.writers.setdefault(root, []).append(node)
+            for operand in written(node):
+                self.writers.setdefault(self.root[operand], []).append(node)
 
     def needs(self, node: Node) -> list[Node]:
         """What a node's value depends on: its operands, and earlier writes into what they share storage with."""
@@ -47,14 +47,31 @@ class Memory:
 
 
 def writes(node: Node) -> bool:
-    """Whether the operator changes its first operand in place."""
-    return (
-        isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable and bool(node.all_input_nodes)
-    )
+    """Whether the operator changes an operand in place."""
+    return next(written(node), None) is not None
+
+
+def written(node: Node) -> Iterator[Node]:
+    """The operands that an operator changes: in place, or as its ``out=``."""
+    schema = getattr(node.target, "_schema", None)
+    if schema is None or not schema.is_mutable:
+        return
+    for index, argument in enumerate(schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            value = node.args[index] if index < len(node.args) else node.kwargs.get(argument.name)
+            for item in value if isinstance(value, (list, tuple)) else (value,):
+                if isinstance(item, Node):
+                    yield item
 
 
 def _aliased(node: Node) -> Node | None:
-    if node.op != "call_function" or not node.args or not isinstance(node.args[0], Node):
+    """The operand whose memory the operator's result is."""
+    if node.op != "call_function":
+        return None
+    changed = next(written(node), None)
+    if changed is not None:
+        return changed
+    if not node.args or not isinstance(node.args[0], Node):
         return None
     if node.target is operator.getitem:
         return node.args[0]

@@ -330,6 +330,8 @@ def _pairs(flow: Flow, node: Node, a: Arguments) -> State:
 
 @rule("embedding")
 def _embedding(flow: Flow, node: Node, a: Arguments) -> State:
+    if a.get("scale_grad_by_freq"):
+        return flow.couple(node, "gradients are scaled by how often an index comes in the batch")
     lead = [f"b{index}" for index in range(flow.rank(a["indices"]))]
     return combine(flow, node, [(a["weight"], ["v", "e"]), (a["indices"], lead)], [*lead, "e"], fixed={"v"})
 

@@ -10,6 +10,7 @@ import functools
 import inspect
 import linecache
 import os
+import sys
 import sysconfig
 import traceback
 from collections.abc import Callable, Iterable, Sequence
@@ -21,6 +22,7 @@ from autoplan.errors import CaptureError
 
 _TORCH = os.path.dirname(os.path.abspath(torch.__file__)) + os.sep
 _HERE = os.path.dirname(os.path.abspath(__file__)) + os.sep
+_AUTOPLAN = os.path.dirname(os.path.dirname(_HERE)) + os.sep
 _CALL = _HERE + "trace.py"  # calls the model
 _PYTHON = os.path.abspath(sysconfig.get_paths()["stdlib"]) + os.sep
 _PACKAGES = tuple(
@@ -56,10 +58,19 @@ def is_model_file(filename: str) -> bool:
     return path.startswith(_PACKAGES) or not path.startswith(_PYTHON)
 
 
+def is_torchs(filename: str) -> bool:
+    return os.path.abspath(filename).startswith(_TORCH)
+
+
+def is_ours(filename: str) -> bool:
+    """Whether it is of this room."""
+    return os.path.abspath(filename).startswith(_HERE)
+
+
 @functools.lru_cache(maxsize=4096)
 def is_users_file(filename: str) -> bool:
-    """Whether it is the user's own, and of no installed package."""
-    return is_model_file(filename) and not os.path.abspath(filename).startswith(_PACKAGES)
+    """Whether it is the user's own, and of no installed package; nor of this one, wherever it lies."""
+    return is_model_file(filename) and not os.path.abspath(filename).startswith((*_PACKAGES, _AUTOPLAN))
 
 
 def describe(frame: traceback.FrameSummary) -> str:
@@ -86,6 +97,16 @@ def in_forward(frames: Sequence[traceback.FrameSummary]) -> Sequence[traceback.F
     """Those of the model's forward and what it calls, where ``frames`` are of a trace that is in it; else none."""
     calls = [index for index, frame in enumerate(frames) if (frame.filename, frame.name) == (_CALL, "forward")]
     return frames[calls[-1] :] if calls else ()
+
+
+def in_forward_now() -> bool:
+    """Whether the model's forward is running, under trace."""
+    frame = sys._getframe(1)
+    while frame is not None:
+        if (frame.f_code.co_filename, frame.f_code.co_name) == (_CALL, "forward"):
+            return True
+        frame = frame.f_back  # type: ignore[assignment]
+    return False
 
 
 def forward_line(module: torch.nn.Module) -> str:

@@ -11,9 +11,9 @@ from __future__ import annotations
 import contextlib
 import random
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, Self
+from typing import Any, NoReturn, Self
 from unittest import mock
 
 import torch
@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.overrides import TorchFunctionMode
 
-from autoplan.capture import hooks
+from autoplan.capture import hooks, modes
 from autoplan.capture.errors import current_line, is_data_dependent
 from autoplan.capture.swallowed import Raised
 from autoplan.capture.tracked import note_operands
@@ -92,17 +92,28 @@ def _restore_random_states(states: tuple[Any, ...]) -> None:
 def watched(notes: list[str]) -> Iterator[list[CaptureError]]:
     """Yields a list that fills with refusals while the forward is traced; the first is the one to raise."""
     refusals: list[CaptureError] = []
-    original = torch.autograd.Function.__dict__["apply"].__func__
+
+    def refuse(error: CaptureError) -> NoReturn:
+        refusals.append(error)
+        raise error
+
+    with _functions_watched(refuse), modes.watched(refuse), hooks.saving_watched(refusals, notes):
+        yield refusals
+
+
+@contextmanager
+def _functions_watched(refuse: Callable[[CaptureError], NoReturn]) -> Iterator[None]:
+    """While inside, calls of the user's own autograd Functions are refused: where every ``apply``, also one that was
+    bound to a name before, hands on to autograd."""
+    base = torch.autograd.function._SingleLevelFunction
 
     def apply(cls: type, *args: Any, **kwargs: Any) -> Any:
         if cls.__module__.partition(".")[0] != "torch" and any(isinstance(arg, Tensor) for arg in args):
-            refusals.append(_custom_function(cls))
-            raise refusals[-1]
-        return original(cls, *args, **kwargs)
+            refuse(_custom_function(cls))
+        return super(base, cls).apply(*args, **kwargs)  # type: ignore[misc]
 
-    patched: Any = mock.patch.object(torch.autograd.Function, "apply", classmethod(apply))
-    with patched, hooks.saving_watched(refusals, notes):
-        yield refusals
+    with mock.patch.object(base, "apply", classmethod(apply), create=True):
+        yield
 
 
 class Watch(contextlib.ExitStack):
@@ -151,12 +162,11 @@ class ForeignTensors(TorchFunctionMode):
             self._refusals.append(refused)
             raise refused
         try:
-            result = function(*args, **kwargs)
+            result = self._unkept.call(function, args, kwargs)
         except Exception as error:
             if is_data_dependent(error):
                 self._raised.add(error)
             raise
-        self._unkept.note(function, result)
         return result
 
 

@@ -63,6 +63,18 @@ class Holder:
         return Holder(path, lambda: [cell.cell_contents], write)
 
     @staticmethod
+    def of_buffers(path: str, module: nn.Module) -> Holder:
+        """The buffers that a module has: what they hold is in the graph, that there is a new one is not."""
+        table = module._buffers
+
+        def write(content: dict[str, Any]) -> None:
+            for name in [name for name in table if name not in content]:
+                del table[name]
+            table.update(content)
+
+        return Holder(path, lambda: dict(table), write, lambda name: f"{path}.{name}")
+
+    @staticmethod
     def of_class(cls: type, names: set[str]) -> Holder:
         def write(content: dict[str, Any]) -> None:
             for name, value in content.items():

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import sys
 from collections.abc import Iterable, Iterator
+from types import FrameType
 from typing import Any
 from unittest import mock
 
@@ -17,7 +18,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 from torch.nn.modules import module as modules
 
-from autoplan.capture.errors import current_line, definition_line, is_model_file
+from autoplan.capture.errors import current_line, definition_line, is_model_file, is_ours
 from autoplan.errors import CaptureError
 
 _GRAD_FN: Any = Tensor.grad_fn
@@ -62,7 +63,17 @@ def refused_call(function: Any) -> CaptureError | None:
         what = _CALLS.get(function)
     except TypeError:
         return None
-    return _refusal(f"forward {what}", current_line()) if what else None
+    if what and not (function == _GRAD_FN.__get__ and _asked_by_a_module()):
+        return _refusal(f"forward {what}", current_line())
+    return None
+
+
+def _asked_by_a_module() -> bool:
+    """Whether the caller is torch's nn.Module, which looks at what is assigned to a parameter's name."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and is_ours(frame.f_code.co_filename):
+        frame = frame.f_back
+    return frame is not None and frame.f_code.co_filename == modules.__file__
 
 
 @contextlib.contextmanager

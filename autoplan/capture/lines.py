@@ -1,15 +1,35 @@
-"""At which line of the user's something happens first, told by tracing the forward again, line by line."""
+"""The user's lines: of every operator that is traced, and the one at which something happens first, told by tracing the
+forward again, line by line."""
 
 from __future__ import annotations
 
 import contextlib
 import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from types import FrameType
 from typing import Any
+from unittest import mock
 
-from autoplan.capture.errors import describe, is_users_file, user_frame
+from torch.fx.proxy import TracerBase
+
+from autoplan.capture.errors import describe, in_forward, is_users_file, user_frame
+
+
+@contextlib.contextmanager
+def of_operators() -> Iterator[None]:
+    """While inside, what is traced knows the lines of all functions of the user's that led to it. Of libraries it knows
+    those of functions named forward, as torch has it: their helpers stand far from the model."""
+    of_torch = TracerBase._filter_traceback_frames
+
+    def kept(self: TracerBase, stack: traceback.StackSummary) -> traceback.StackSummary:
+        known = {id(frame) for frame in of_torch(self, stack)}
+        users = {id(frame) for frame in in_forward(list(stack)) if is_users_file(frame.filename)}
+        return traceback.StackSummary.from_list([frame for frame in stack if id(frame) in known | users])
+
+    with mock.patch.object(TracerBase, "_filter_traceback_frames", kept):
+        yield
+
 
 _Local = Callable[[FrameType, str, Any], Any]
 

@@ -76,6 +76,7 @@ class Reach:
         self.holders.append(holder)
         self._open += itertools.islice(holder.items(), _ITEMS)
         if isinstance(value, nn.Module):
+            self.holders.append(Holder.of_buffers(path, value))
             hooks = (*value._forward_hooks.values(), *value._forward_pre_hooks.values())
             self._open += [(f"{path}'s hook", hook) for hook in hooks]
             children = value._modules.items()

@@ -7,6 +7,7 @@ may do without. What the next call reads (a step number, a hidden state) does; s
 from __future__ import annotations
 
 import contextlib
+import re
 from collections.abc import Iterator, Mapping
 from operator import attrgetter
 from typing import Any
@@ -15,6 +16,7 @@ from torch import Tensor, nn
 from torch.fx import GraphModule, Node
 from torch.fx.traceback import annotate, preserve_node_meta
 
+from autoplan.capture.batch_memory import writes, written
 from autoplan.capture.blocks import inline_blocks
 from autoplan.capture.errors import node_line
 
@@ -30,6 +32,8 @@ _HANDING_ON = (
     "aten.to.other",
     "aten.alias.default",
 )
+# Operators that read the shape of what they are given, and not its numbers.
+_OF_SHAPES = re.compile(r"aten\.(sym_\w+|(zeros|ones|empty|full|rand|randn)_like|new_\w+)\.")
 # A value by how it was made: what made it, and the values that went in.
 Made = tuple[Any, ...]
 
@@ -71,21 +75,31 @@ def _output(module: GraphModule, numbers: dict[Made, int]) -> tuple[int, dict[No
         if operand is not None:
             of_node[node] = of_node[operand]
         else:
-            made = (node.op, *_what(node, module, numbers), _plain(node.args, of_node), _plain(node.kwargs, of_node))
+            known = _as_of_an_earlier_call(node, of_node, numbers)
+            made = (node.op, *_what(node, module, numbers), _plain(node.args, known), _plain(node.kwargs, known))
             of_node[node] = numbers.setdefault(made, len(numbers))
             if node.op == "get_attr" and not isinstance(attrgetter(str(node.target))(module), nn.Parameter):
                 without_gradient.add(of_node[node])
     return of_node[nodes[-1]], of_node
 
 
+def _as_of_an_earlier_call(node: Node, of_node: dict[Node, int], numbers: dict[Made, int]) -> Mapping[Node, int]:
+    """``of_node`` for the operands of ``node``: to a call before the last, the inputs' values are another batch's."""
+    if not (node.meta.get("custom") or {}).get(_BEFORE) or _OF_SHAPES.match(str(node.target)):
+        return of_node
+    inputs = [operand for operand in node.all_input_nodes if operand.op == "placeholder"]
+    return {**of_node, **{each: numbers.setdefault(("earlier", of_node[each]), len(numbers)) for each in inputs}}
+
+
 def _advanced(node: Node, module: GraphModule) -> Node | None:
     """The parameter or buffer that a call before the last changes in place: the program keeps it, from step to step."""
-    if not (node.meta.get("custom") or {}).get(_BEFORE) or not _writes(node):
+    if not (node.meta.get("custom") or {}).get(_BEFORE):
         return None
-    operand = base = node.args[0]
-    while isinstance(base, Node) and base.op == "call_function" and base.args and (_writes(base) or _is_alias(base)):
-        base = base.args[0]
-    if not isinstance(operand, Node) or not isinstance(base, Node) or base.op != "get_attr":
+    operand = next(written(node), None)
+    base: Any = operand
+    while isinstance(base, Node) and base.op == "call_function" and (writes(base) or _is_alias(base)):
+        base = next(written(base), base.args[0] if base.args else None)
+    if operand is None or not isinstance(base, Node) or base.op != "get_attr":
         return None
     value = attrgetter(str(base.target))(module)
     return operand if isinstance(value, Tensor) and not _is_constant(base, value, module) else None
@@ -95,19 +109,11 @@ def _is_alias(node: Node) -> bool:
     return _handed_on(node) is not None or str(node.target) == _DETACH
 
 
-def _writes(node: Node) -> bool:
-    """Whether an operator writes into its first operand."""
-    schema = getattr(node.target, "_schema", None)
-    first = schema.arguments[0].alias_info if schema is not None and schema.arguments else None
-    return first is not None and first.is_write
-
-
 def written_constant(module: GraphModule) -> Node | None:
     """The first operator that writes into a tensor of the user's that is neither parameter nor buffer."""
     for node in module.graph.nodes:
-        operand = node.args[0] if node.args and _writes(node) else None
-        if isinstance(operand, Node) and operand.op == "get_attr":
-            value = attrgetter(str(operand.target))(module)
+        for operand in written(node):
+            value = attrgetter(str(operand.target))(module) if operand.op == "get_attr" else None
             if isinstance(value, Tensor) and _is_constant(operand, value, module):
                 return node
     return None

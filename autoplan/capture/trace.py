@@ -22,7 +22,7 @@ from torch.export import Dim
 from torch.fx import GraphModule
 
 from autoplan.capture import batch as batches
-from autoplan.capture import hooks, huggingface, side_effects
+from autoplan.capture import hooks, huggingface, lines, side_effects
 from autoplan.capture.autocast import cast_in_trace
 from autoplan.capture.batch_paths import one_path
 from autoplan.capture.checkpointing import marked_regions
@@ -31,6 +31,7 @@ from autoplan.capture.folding import Folding
 from autoplan.capture.guard import Watch, untouched, watched
 from autoplan.capture.noticed import Noticed
 from autoplan.capture.output import pick_loss
+from autoplan.capture.reassigned import Tables
 from autoplan.capture.second_call import calls_before
 from autoplan.capture.shapes import MAX_BATCH
 from autoplan.errors import CaptureError
@@ -68,9 +69,10 @@ class CallAndLoss(nn.Module):
     def forward(self, *tensors: Tensor) -> Tensor:
         batch = batches.replace_leaves(self.example[0], dict(zip(self.paths, tensors, strict=True)))
         call = batches.bind(self.model, batch, self.loss_fn)
+        tables = Tables(self.model)
         with self.watch, self.traced(), self.noticed():
             for index in range(self.calls):
-                with calls_before() if index + 1 < self.calls else contextlib.nullcontext():
+                with tables.kept(), calls_before() if index + 1 < self.calls else contextlib.nullcontext():
                     output = self.model(*call.args, **call.kwargs)
                     if self.loss_fn is not None:
                         output = self.loss_fn(output, *call.loss_args, **(call.loss_kwargs or {}))
@@ -104,6 +106,7 @@ def trace(
         huggingface.prepared(model, arguments, notes),
         watched(notes) as refusals,
         marked_regions(notes),
+        lines.of_operators(),
         cast_in_trace("meta" if shadow else _device_type(model), device, notes),
         _on_meta(wrapper, dtype) if shadow else contextlib.nullcontext(),
         torch.device("meta") if shadow else contextlib.nullcontext(),

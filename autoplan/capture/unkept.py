@@ -55,10 +55,12 @@ class Unkept:
             )
         return None
 
-    def note(self, function: Any, result: Any) -> None:
-        """``function`` returned ``result``."""
-        if function == _GET_DATA:
-            self._data.append(result)
+    def call(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """What ``function`` returns; of ``.data`` the tensor detached, which is the same but for changes in place."""
+        if function != _GET_DATA:
+            return function(*args, **kwargs)
+        self._data.append(args[0].detach())
+        return self._data[-1]
 
 
 def _is_in_place(function: Any) -> bool:

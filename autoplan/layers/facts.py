@@ -15,6 +15,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.fx import GraphModule, Node
 
+from autoplan.capture.batch_memory import written
 from autoplan.capture.types import Capture
 from autoplan.layers.operators import ALIASING, CUTS_GRADIENT, RANDOM, operator_name
 
@@ -111,26 +112,14 @@ def _loss(graph_module: GraphModule) -> Node | None:
     return next(iter(output.all_input_nodes), None)
 
 
-def _written(node: Node) -> Iterator[Node]:
-    """The operands that an in-place operator changes."""
-    schema = getattr(node.target, "_schema", None)
-    if schema is None or not schema.is_mutable:
-        return
-    for index, argument in enumerate(schema.arguments):
-        if argument.alias_info is not None and argument.alias_info.is_write:
-            value = node.args[index] if index < len(node.args) else node.kwargs.get(argument.name)
-            if isinstance(value, Node):
-                yield value
-
-
 def _aliases(nodes: tuple[Node, ...]) -> tuple[dict[Node, Node], dict[Node, tuple[Node, ...]]]:
     """The node whose memory each node may share, and the roots that each in-place operator writes."""
     root: dict[Node, Node] = {}
     writes: dict[Node, tuple[Node, ...]] = {}
     for node in nodes:
-        written = tuple(_written(node))
-        if written:
-            writes[node] = tuple(root.get(value, value) for value in written)
+        changed = tuple(written(node))
+        if changed:
+            writes[node] = tuple(root.get(value, value) for value in changed)
             root[node] = writes[node][0]
         elif node.target is operator.getitem or operator_name(node.target) in ALIASING:
             source = next(iter(node.all_input_nodes), None)
@@ -148,8 +137,8 @@ def _before(
         inputs = tuple(node.all_input_nodes)
         effects = (last_write.get(root.get(source, source)) for source in inputs)
         before[node] = tuple(dict.fromkeys((*inputs, *(effect for effect in effects if effect is not None))))
-        for written in writes.get(node, ()):
-            last_write[written] = node
+        for changed in writes.get(node, ()):
+            last_write[changed] = node
     return before
 
 
@@ -164,12 +153,12 @@ def _travelling(
     roots: set[Node] = set()
     while True:
         for node in nodes:
-            changes_state = any(written.op != "call_function" for written in writes.get(node, ()))
+            changes_state = any(changed.op != "call_function" for changed in writes.get(node, ()))
             depends = any(earlier in found or earlier in parameters for earlier in before[node])
             if changes_state or depends or node in roots or _draws(node):
                 found.add(node)
         # What a travelling operator writes into cannot be recomputed elsewhere.
-        grown = {written for node in found for written in writes.get(node, ()) if written.op == "call_function"}
+        grown = {changed for node in found for changed in writes.get(node, ()) if changed.op == "call_function"}
         if grown <= found:
             return found
         roots |= grown

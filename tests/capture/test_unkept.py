@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from typing import Any
 
 import pytest
@@ -98,9 +99,80 @@ class ChangesATensor(Base):
         return y * self.plain
 
 
+class Round(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.round()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return gradient
+
+
+rounded = Round.apply
+
+
+class CallsAnAlias(Base):
+    def change(self, y: Tensor) -> Tensor:
+        return rounded(y)  # an alias of apply
+
+
+class CallsAPartial(Base):
+    def __init__(self) -> None:
+        super().__init__()
+        self.round = functools.partial(Round.apply)
+
+    def change(self, y: Tensor) -> Tensor:
+        return self.round(y)  # a partial of apply
+
+
+class Seeds(Base):
+    def change(self, y: Tensor) -> Tensor:
+        torch.manual_seed(0)  # seeds
+        return y + torch.rand_like(y)
+
+
+class Forks(Base):
+    def change(self, y: Tensor) -> Tensor:
+        with torch.random.fork_rng():  # forks
+            return y + torch.rand_like(y)
+
+
+class PutsBack(Base):
+    def change(self, y: Tensor) -> Tensor:
+        state = torch.get_rng_state()
+        y = y + torch.rand_like(y)
+        torch.set_rng_state(state)  # puts back
+        return y
+
+
+class SeedsTheGenerator(Base):
+    def change(self, y: Tensor) -> Tensor:
+        torch.default_generator.manual_seed(1)  # seeds the generator
+        return y + torch.rand_like(y)
+
+
+class Maps(Base):
+    def change(self, y: Tensor) -> Tensor:
+        return torch.vmap(self.linear)(y)  # maps
+
+
+class TakesAGradientOfAFunction(Base):
+    def change(self, y: Tensor) -> Tensor:
+        return torch.func.grad(lambda x: self.linear(x).sum())(y)  # a gradient of a function
+
+
 @pytest.mark.parametrize(
     ("model", "line", "what"),
     [
+        (CallsAnAlias, "an alias of apply", "Round is an autograd.Function"),
+        (CallsAPartial, "a partial of apply", "Round is an autograd.Function"),
+        (Seeds, "seeds", "seeds torch's random numbers"),
+        (Forks, "forks", "seeds torch's random numbers"),
+        (PutsBack, "puts back", "seeds torch's random numbers"),
+        (SeedsTheGenerator, "seeds the generator", "seeds torch's random numbers"),
+        (Maps, "maps", "transforms a function"),
+        (TakesAGradientOfAFunction, "a gradient of a function", "transforms a function"),
         (HooksATensor, "hooks a tensor", "a hook on a tensor's gradient"),
         (HooksANode, "hooks a node", "grad_fn"),
         (HooksMany, "hooks many", "grad_fn"),
