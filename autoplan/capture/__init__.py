@@ -26,6 +26,7 @@ from autoplan.capture.huggingface import model_name
 from autoplan.capture.loss import analyse
 from autoplan.capture.reassigned import check_parameters
 from autoplan.capture.shapes import batch_symbol, is_data_dependent, shape_at, size_at
+from autoplan.capture.shared_memory import check_memory
 from autoplan.capture.trace import needs_shadow, stand_ins, trace
 from autoplan.capture.types import Capture, Coupling, InputSpec, LossTerm
 from autoplan.errors import CaptureError
@@ -106,6 +107,7 @@ def _capture(
     found = batches.tensors(example_inputs)
     size = batches.batch_size(found)
     batches.bind(model, example_inputs, loss_fn)
+    check_memory(model)
     traced = trace(model, example_inputs, found, loss_fn, dtype, folding, device)
     names = Names(model)
     tensors = _user_tensors(model, loss_fn, names)
