@@ -153,6 +153,12 @@ def test_sizes(value: float, text: str) -> None:
 
 def test_times_counts_bars_and_names() -> None:
     assert [seconds(v) for v in (2.5, 0.0125, 3e-6)] == ["2.50 s", "12.5 ms", "3 us"]
+    assert [seconds(v) for v in (119.0, 160.4, 7199.0, 13975.19)] == [
+        "119.00 s",
+        "2 min 40 s",
+        "119 min 59 s",
+        "3 h 53 min",
+    ]
     assert [count(v) for v in (8.03e9, 124e6, 12)] == ["8.03 B", "124 M", "12"]
     assert [bar(v, 10) for v in (0, 1e-9, 0.5, 2)] == ["." * 10, "#.........", "#####.....", "#" * 10]
     assert shorten("model.layers.31.feed_forward", 12) == "mode..orward"

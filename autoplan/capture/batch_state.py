@@ -30,6 +30,7 @@ import torch
 from torch import SymFloat, SymInt, Tensor
 from torch.fx import GraphModule, Node
 
+from autoplan.capture.errors import node_frame
 from autoplan.capture.shapes import batch_symbol, size_at
 
 # A prime, so that no other size of a model is a multiple of it, and below shapes.MAX_BATCH.
@@ -210,15 +211,15 @@ def _signature(target: Any) -> tuple[tuple[str, ...], dict[str, Any]]:
 
 
 def where(node: Node) -> str:
-    """``file:line`` of the user's code: the last frame of the node's stack trace outside torch."""
-    torch_home = str(torch.__path__[0])
-    found = ""
-    for line in (node.meta.get("stack_trace") or "").splitlines():
-        line = line.strip()
-        if line.startswith('File "') and not line.startswith(f'File "{torch_home}'):
-            path, _, rest = line[6:].partition('", line ')
-            found = f"{path}:{rest.partition(',')[0]}"
-    return found or f"node {node.name}"
+    """``file:line`` of the user's code; of what is written where the write itself is nobody's line: a buffer that gets
+    another tensor."""
+    candidate: Node | None = node
+    while candidate is not None:
+        frame = node_frame(candidate)
+        if frame is not None:
+            return f"{frame.filename}:{frame.lineno}"
+        candidate = next(reversed(candidate.all_input_nodes), None)
+    return f"node {node.name}"
 
 
 def tensors(arguments: Iterable[Any]) -> list[Node]:

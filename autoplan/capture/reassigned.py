@@ -91,10 +91,11 @@ def _replaced_parameter(name: str, where: str) -> CaptureError:
 
 
 def check_parameters(graph_module: GraphModule) -> None:
-    """Raise CaptureError where the graph writes into a parameter: what is read afterwards would lose its gradient."""
+    """Raise CaptureError where the graph writes into a trained parameter: what is read afterwards would lose its
+    gradient. Of a frozen one (a teacher that follows its student) there is none to lose."""
     for root, writers in Memory(graph_module).writers.items():
         value = attrgetter(str(root.target))(graph_module) if root.op == "get_attr" else None
-        if not isinstance(value, nn.Parameter):
+        if not isinstance(value, nn.Parameter) or not value.requires_grad:
             continue
         for writer in writers:
             if writer.target is not _RENORMALISES:

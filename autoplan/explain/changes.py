@@ -107,7 +107,9 @@ def _memory(plan: Plan) -> Iterator[Threshold]:
         if other.step_time_s is not None:
             continue
         named = other.strategy.describe()
-        step_s = _priced_s(plan, other)
+        priced, capacity = _priced(plan, other), _capacity(plan, other)
+        step_s = priced.step_time_s if priced else None
+        value = priced.value if priced else capacity + other.short_by_bytes
         if step_s is None:
             kind, verdict = (
                 _UNPRICED,
@@ -115,13 +117,13 @@ def _memory(plan: Plan) -> Iterator[Threshold]:
             )
         else:
             kind, verdict = _there(plan, other.strategy, step_s)
-        more = f"{size(other.short_by_bytes)} more {_on(plan, other)}"
+        more = f"{size(value - capacity)} more {_on(plan, other)}"
         if more not in found or (step_s or 0.0) < (found[more].step_time_s or 0.0):
             found[more] = Threshold(
                 kind=kind,
                 condition=f"with {more}",
                 quantity="memory_bytes",
-                value=_capacity(plan, other) + other.short_by_bytes,
+                value=value,
                 strategy=other.strategy,
                 step_time_s=step_s,
                 verdict=verdict,
@@ -129,12 +131,11 @@ def _memory(plan: Plan) -> Iterator[Threshold]:
     yield from found.values()
 
 
-def _priced_s(plan: Plan, other: Alternative) -> float | None:
-    """The step of ``other`` on GPUs that just hold it; a strategy may be short on several kinds."""
+def _priced(plan: Plan, other: Alternative) -> Crossing | None:
+    """``other`` on GPUs that just hold it, beside what is kept free; a strategy may be short on several kinds."""
     wanted = _capacity(plan, other) + other.short_by_bytes
     found = [c for c in plan.crossings if c.quantity == "memory_bytes" and c.strategy == other.strategy]
-    nearest = min(found, key=lambda crossing: abs(crossing.value - wanted), default=None)
-    return nearest.step_time_s if nearest else None
+    return min(found, key=lambda crossing: abs(crossing.value - wanted), default=None)
 
 
 def _capacity(plan: Plan, other: Alternative) -> float:

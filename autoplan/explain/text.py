@@ -42,7 +42,11 @@ def size(value: float) -> str:
 
 
 def seconds(value: float) -> str:
-    """A duration, such as ``54.8 ms``."""
+    """A duration, such as ``54.8 ms`` or ``3 h 53 min``."""
+    if value >= 2 * 3600:
+        return f"{round(value / 60) // 60:,} h {round(value / 60) % 60} min"
+    if value >= 120:
+        return f"{round(value) // 60} min {round(value) % 60} s"
     if value >= 1:
         return f"{value:.2f} s"
     return f"{value * 1e3:.1f} ms" if value >= 1e-3 else f"{value * 1e6:.0f} us"

@@ -77,7 +77,7 @@ def fitting(problem: Problem, short: Sequence[Shortfall]) -> tuple[Crossing, ...
     memory = problem.cluster.device.memory_bytes
     found = []
     for each in short:
-        value = memory + each.short_bytes
+        value = memory + each.short_bytes / (1 - problem.memory_headroom)
         roomy = problem.cluster.with_memory(value / memory / (1 - MARGIN) * (1 + ROUNDING))
         space = open_space(dataclasses.replace(problem, cluster=roomy)).ordered(each.order)
         priced = evaluate_decision(space, each.strategy, each.cuts, step_s=brief_step_s)

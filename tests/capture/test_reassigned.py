@@ -55,7 +55,7 @@ class WritesTheTable(Base):
 class Averages(Base):
     def change(self, y: Tensor, x: Tensor) -> Tensor:
         before = self.mean
-        self.mean = 0.9 * before + 0.1 * y.detach().mean(0)
+        self.mean = 0.9 * before + 0.1 * y.detach().mean(0)  # averages
         return y - self.mean + before
 
 
@@ -88,12 +88,26 @@ class Teaches(Base):
         return y - wanted.clone()
 
 
+class Follows(Teaches):
+    """A frozen teacher that follows its student."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.teacher.requires_grad_(False)
+
+    def change(self, y: Tensor, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            for theirs, ours in zip(self.teacher.parameters(), self.linear.parameters(), strict=True):
+                theirs.mul_(0.9).add_(ours, alpha=0.1)
+        return y - self.teacher(x)
+
+
 class StraightThrough(Base):
     def change(self, y: Tensor, x: Tensor) -> Tensor:
         return y + (y.round() - y).data
 
 
-KEPT = [Assigns, Registers, WritesTheTable, Averages, WritesOut, Normalised, NormalisedByAHook, Teaches]
+KEPT = [Assigns, Registers, WritesTheTable, Averages, WritesOut, Normalised, NormalisedByAHook, Teaches, Follows]
 
 
 @pytest.mark.parametrize("model", [*KEPT, StraightThrough])
@@ -128,6 +142,11 @@ def test_a_buffer_is_changed_once_a_batch_not_once_a_part(model: type[Base]) -> 
             strategy={**ALONE, "micro_batch_size": 2},
             device="cpu",
         )
+
+
+def test_its_line_is_where_the_value_is_made() -> None:
+    found = capture(Averages(), torch.randn(8, 4)).couplings
+    assert found and all(coupling.where.startswith(line_of(__file__, "averages")) for coupling in found)
 
 
 def test_gradients_scaled_by_frequency_see_the_whole_batch() -> None:

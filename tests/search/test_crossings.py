@@ -103,6 +103,7 @@ PLANNED = {
     "slow links": problem([Dense(elements=40_000_000)] * 16, cluster(4, intra=1e9)),
     "two nodes": problem(LAYERS, cluster(4, nodes=2, intra=20e9)),
     "little memory": problem(LAYERS, cluster(8, memory_gib=6.0)),
+    "a quarter kept free": dataclasses.replace(problem(LAYERS, cluster(8, memory_gib=8.0)), memory_headroom=0.25),
     "two nodes of little memory": problem(LAYERS, cluster(4, nodes=2, memory_gib=8.0, inter=5e9)),
     "small": problem([Dense(elements=1_000_000)] * 16, cluster(4)),
 }
