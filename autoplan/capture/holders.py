@@ -14,6 +14,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from autoplan.capture.containers import of_container
+
 # What nn.Module keeps for itself, and what its RNNs and parametrizations do: torch's business, and "training" is not.
 _BOOKS = (frozenset(vars(nn.Module())) | {"_flat_weights", "_flat_weight_refs", "_is_full_backward_hook"}) - {
     "training"
@@ -123,6 +125,10 @@ def held(path: str, value: Any) -> Holder | None:
         return _of_dictionary(path, value)
     if isinstance(value, (list, collections.deque, set)):
         return _of_items(path, value)
+    container = of_container(value)
+    if container is not None:
+        read, write = container
+        return Holder(path, read, write, lambda key: f"{path}[{key!r}]")
     generator = _of_generator(path, value)
     if generator is not None:
         return generator
@@ -155,25 +161,29 @@ def _of_items(path: str, value: Any) -> Holder:
 
 
 def of_object(path: str, value: Any, books: frozenset[str]) -> Holder:
-    attributes = vars(value)
+    attributes, slots = vars(value), _slot_names(value)
     of_torch = isinstance(value, nn.Module) and type(value).__module__.startswith("torch.")
 
     def users(name: str) -> bool:
         return name not in books and not name.startswith("_autoplan") and not (of_torch and name.startswith("_"))
 
     def read() -> dict[str, Any]:
-        return {name: item for name, item in attributes.items() if users(name)}
+        in_slots = {name: getattr(value, name) for name in slots if hasattr(value, name)}
+        return {name: item for name, item in attributes.items() if users(name)} | in_slots
 
     def write(content: dict[str, Any]) -> None:
         for name in [name for name in attributes if users(name) and name not in content]:
             del attributes[name]
-        attributes.update(content)
+        attributes.update({name: item for name, item in content.items() if name not in slots})
+        for name in slots:
+            if name in content:
+                object.__setattr__(value, name, content[name])
 
     return Holder(path, read, write, lambda name: f"{path}.{name}")
 
 
 def _of_slots(path: str, value: Any) -> Holder | None:
-    names = [name for cls in type(value).__mro__ for name in _slots(cls)]
+    names = _slot_names(value)
     if not names:
         return None
 
@@ -185,6 +195,11 @@ def _of_slots(path: str, value: Any) -> Holder | None:
         return {name: getattr(value, name) for name in names if hasattr(value, name)}
 
     return Holder(path, read, write, lambda name: f"{path}.{name}")
+
+
+def _slot_names(value: Any) -> list[str]:
+    names = [name for cls in type(value).__mro__ for name in _slots(cls)]
+    return [name for name in names if name not in ("__dict__", "__weakref__")]
 
 
 def _slots(cls: type) -> tuple[str, ...]:

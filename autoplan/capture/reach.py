@@ -11,8 +11,11 @@ from __future__ import annotations
 import collections
 import functools
 import itertools
+import queue
 import sys
+import threading
 import types
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -26,7 +29,17 @@ _LIBRARIES = frozenset(
     {"torch", "numpy", "transformers", "diffusers", "triton", "accelerate", "peft", "autoplan", "pytest", "pluggy"}
 )
 _ATOMS = (int, float, complex, str, bytes, type(None), Tensor, types.ModuleType, types.BuiltinFunctionType)
-_OF_PYTHON = (types.SimpleNamespace, collections.UserDict, collections.UserList)
+_OF_PYTHON = (
+    types.SimpleNamespace,
+    collections.UserDict,
+    collections.UserList,
+    collections.ChainMap,
+    queue.Queue,
+    threading.local,
+    weakref.WeakKeyDictionary,
+    weakref.WeakValueDictionary,
+    weakref.WeakSet,
+)
 
 
 class Reach:
