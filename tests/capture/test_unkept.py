@@ -265,16 +265,6 @@ class LeavesTorchInATry(Base):
             return y
 
 
-class Round(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        return x.round()
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Tensor:
-        return gradient
-
-
 class AppliesInATry(Base):
     def change(self, y: Tensor) -> Tensor:
         try:
