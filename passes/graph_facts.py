@@ -18,6 +18,7 @@ from torch import SymInt, Tensor, fx, nn
 from torch._ops import OpOverload
 from torch.fx import GraphModule, Node
 
+from autoplan.capture.batch_memory import written
 from autoplan.capture.errors import node_line
 from autoplan.capture.shapes import is_data_dependent, size_at
 from autoplan.errors import AutoplanError
@@ -446,11 +447,6 @@ def _written_inputs(node: Node) -> list[Node]:
     if node.op != "call_function" or not isinstance(node.target, OpOverload) or node.target in _ONLY_VIEWS:
         return []
     if node.target in _STATISTICS:
-        switch, written = _STATISTICS[node.target]
-        return [n for index in written for n in _nodes(node.args[index])] if node.args[switch] else []
-    return [
-        source
-        for argument, value in _arguments(node)
-        if argument.alias_info is not None and argument.alias_info.is_write
-        for source in _nodes(value)
-    ]
+        switch, places = _STATISTICS[node.target]
+        return [n for index in places for n in _nodes(node.args[index])] if node.args[switch] else []
+    return list(written(node))

@@ -14,6 +14,7 @@ import sys
 import sysconfig
 import traceback
 from collections.abc import Callable, Iterable, Sequence
+from types import FrameType
 from typing import Any
 
 import torch
@@ -59,6 +60,7 @@ def is_model_file(filename: str) -> bool:
 
 
 def is_torchs(filename: str) -> bool:
+    """Whether it is torch's."""
     return os.path.abspath(filename).startswith(_TORCH)
 
 
@@ -101,12 +103,17 @@ def in_forward(frames: Sequence[traceback.FrameSummary]) -> Sequence[traceback.F
 
 def in_forward_now() -> bool:
     """Whether the model's forward is running, under trace."""
-    frame = sys._getframe(1)
-    while frame is not None:
-        if (frame.f_code.co_filename, frame.f_code.co_name) == (_CALL, "forward"):
-            return True
-        frame = frame.f_back  # type: ignore[assignment]
-    return False
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and (frame.f_code.co_filename, frame.f_code.co_name) != (_CALL, "forward"):
+        frame = frame.f_back
+    return frame is not None
+
+
+def frame_behind(frame: FrameType | None, passing: Callable[[str], bool]) -> FrameType | None:
+    """The first frame from ``frame`` outwards whose file is not ``passing``."""
+    while frame is not None and passing(frame.f_code.co_filename):
+        frame = frame.f_back
+    return frame
 
 
 def forward_line(module: torch.nn.Module) -> str:

@@ -97,7 +97,7 @@ def watched(notes: list[str]) -> Iterator[list[CaptureError]]:
         refusals.append(error)
         raise error
 
-    with _functions_watched(refuse), modes.watched(refuse), hooks.saving_watched(refusals, notes):
+    with _functions_watched(refuse), modes.watched(refuse), hooks.saving_watched(refuse, notes):
         yield refusals
 
 

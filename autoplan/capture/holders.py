@@ -136,9 +136,9 @@ def held(path: str, value: Any) -> Holder | None:
         return Holder(path, lambda: _position(value), None, draws=True)
     if type(value).__module__ == "numpy" and hasattr(value, "nbytes") and hasattr(value, "tobytes"):
         return _of_array(path, value)
-    if hasattr(value, "__dict__") and not isinstance(value, (type, types.ModuleType)):
-        return of_object(path, value, frozenset())
-    return _of_slots(path, value)
+    if isinstance(value, (type, types.ModuleType)) or not (hasattr(value, "__dict__") or _slot_names(value)):
+        return None
+    return of_object(path, value, frozenset())
 
 
 def _of_dictionary(path: str, value: dict[Any, Any]) -> Holder:
@@ -161,7 +161,7 @@ def _of_items(path: str, value: Any) -> Holder:
 
 
 def of_object(path: str, value: Any, books: frozenset[str]) -> Holder:
-    attributes, slots = vars(value), _slot_names(value)
+    attributes, slots = getattr(value, "__dict__", {}), _slot_names(value)
     of_torch = isinstance(value, nn.Module) and type(value).__module__.startswith("torch.")
 
     def users(name: str) -> bool:
@@ -178,21 +178,6 @@ def of_object(path: str, value: Any, books: frozenset[str]) -> Holder:
         for name in slots:
             if name in content:
                 object.__setattr__(value, name, content[name])
-
-    return Holder(path, read, write, lambda name: f"{path}.{name}")
-
-
-def _of_slots(path: str, value: Any) -> Holder | None:
-    names = _slot_names(value)
-    if not names:
-        return None
-
-    def write(content: dict[str, Any]) -> None:
-        for name, item in content.items():
-            object.__setattr__(value, name, item)
-
-    def read() -> dict[str, Any]:
-        return {name: getattr(value, name) for name in names if hasattr(value, name)}
 
     return Holder(path, read, write, lambda name: f"{path}.{name}")
 

@@ -8,9 +8,8 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Iterable, Iterator
-from types import FrameType
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, NoReturn
 from unittest import mock
 
 import torch
@@ -18,7 +17,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 from torch.nn.modules import module as modules
 
-from autoplan.capture.errors import current_line, definition_line, is_model_file, is_ours
+from autoplan.capture.errors import current_line, definition_line, frame_behind, is_model_file, is_ours
 from autoplan.errors import CaptureError
 
 _GRAD_FN: Any = Tensor.grad_fn
@@ -70,22 +69,19 @@ def refused_call(function: Any) -> CaptureError | None:
 
 def _asked_by_a_module() -> bool:
     """Whether the caller is torch's nn.Module, which looks at what is assigned to a parameter's name."""
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None and is_ours(frame.f_code.co_filename):
-        frame = frame.f_back
+    frame = frame_behind(sys._getframe(1), is_ours)
     return frame is not None and frame.f_code.co_filename == modules.__file__
 
 
 @contextlib.contextmanager
-def saving_watched(refusals: list[CaptureError], notes: list[str]) -> Iterator[None]:
+def saving_watched(refuse: Callable[[CaptureError], NoReturn], notes: list[str]) -> Iterator[None]:
     """While inside, a forward's own hooks on saved tensors are refused; saving them on the CPU is left out and said."""
     enter = saved_tensors_hooks.__enter__
 
     def entered(self: Any) -> None:
         if is_model_file(sys._getframe(1).f_code.co_filename):
             if not isinstance(self, save_on_cpu):
-                refusals.append(_refusal(f"forward has hooks on saved tensors: {_LOST}", current_line()))
-                raise refusals[-1]
+                refuse(_refusal(f"forward has hooks on saved tensors: {_LOST}", current_line()))
             notes.append(f"save_on_cpu at {current_line()} is left out: where activations lie is the plan's to say")
         enter(self)
 

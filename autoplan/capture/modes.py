@@ -18,7 +18,7 @@ from torch._functorch import eager_transforms as transforms
 from torch._functorch import vmap as vmaps
 from torch.autograd.grad_mode import inference_mode
 
-from autoplan.capture.errors import current_line, in_forward_now, is_model_file, is_torchs
+from autoplan.capture.errors import current_line, frame_behind, in_forward_now, is_model_file, is_torchs
 from autoplan.errors import CaptureError
 
 _TRANSFORMS = (
@@ -36,21 +36,16 @@ _SETTING = frozenset({"manual_seed", "seed", "set_state"})
 def watched(refuse: Callable[[CaptureError], NoReturn]) -> Iterator[None]:
     """Around a trace."""
     generator = _Generator(torch.default_generator, refuse)
+    patches = [
+        (torch, "default_generator", generator),
+        (torch.random, "default_generator", generator),
+        (inference_mode, "__enter__", _enter),
+        (inference_mode, "__exit__", _exit),
+        *((module, name, _transform(getattr(module, name), refuse)) for module, name in _TRANSFORMS),
+    ]
     with contextlib.ExitStack() as stack:
-        for module, name in _TRANSFORMS:
-            stack.enter_context(mock.patch.object(module, name, _transform(getattr(module, name), refuse)))
-        stack.enter_context(_patched(generator))
-        yield
-
-
-@contextlib.contextmanager
-def _patched(generator: _Generator) -> Iterator[None]:
-    with (
-        mock.patch.object(torch, "default_generator", generator),
-        mock.patch.object(torch.random, "default_generator", generator),
-        mock.patch.object(inference_mode, "__enter__", _enter),
-        mock.patch.object(inference_mode, "__exit__", _exit),
-    ):
+        for owner, name, instead in patches:
+            stack.enter_context(mock.patch.object(owner, name, instead))
         yield
 
 
@@ -92,15 +87,13 @@ def _transform(begin: Callable[..., Any], refuse: Callable[[CaptureError], NoRet
 
 
 def _asked_by_model(frame: FrameType | None) -> bool:
-    """Whether the first frame that is neither torch's nor Python's is the model's."""
-    while frame is not None:
-        name = frame.f_code.co_filename
-        if is_model_file(name):
-            return True
-        if is_torchs(name) and not name.endswith(_HANDING_ON):
-            return False
-        frame = frame.f_back
-    return False
+    """Whether the first frame that is neither Python's nor of torch's functions that seed is the model's."""
+    frame = frame_behind(frame, _hands_on)
+    return frame is not None and is_model_file(frame.f_code.co_filename)
+
+
+def _hands_on(name: str) -> bool:
+    return name.endswith(_HANDING_ON) if is_torchs(name) else not is_model_file(name)
 
 
 def _enter(self: Any) -> None:

@@ -46,30 +46,35 @@ class Tables:
                 old = before.get(name)
                 if value is old or (old is None and table is module._buffers):
                     continue
-                where = forward_line(module if is_model_file(inspect.getfile(type(module))) else self._model)
-                if table is module._parameters:
-                    raise _replaced_parameter(_joined(path, name), where)
-                assert old is not None
-                _check_alike(_joined(path, name), where, old, value)
+                full = f"{path}.{name}" if path else name
+                if old is None or table is module._parameters:
+                    raise _replaced_parameter(full, self._line(module))
+                unlike = _unlike(full, old, value)
+                if unlike:
+                    raise _refused_buffer(unlike, self._line(module))
                 with torch.no_grad():
                     old.copy_(value)
                 table[name] = old
 
+    def _line(self, module: nn.Module) -> str:
+        """Where the module's forward is written; of one of torch's the model's."""
+        code = getattr(inspect.unwrap(type(module).forward), "__code__", None)
+        return forward_line(module if code is not None and is_model_file(code.co_filename) else self._model)
 
-def _joined(path: str, name: str) -> str:
-    return f"{path}.{name}" if path else name
 
-
-def _check_alike(name: str, where: str, old: Tensor, new: Any) -> None:
+def _unlike(name: str, old: Tensor, new: Any) -> str:
+    """Why a buffer ``old`` cannot take what is assigned to its name; "" where it can."""
     if not isinstance(new, Tensor):
-        what = f"forward sets the buffer {name} to {type(new).__name__}"
-    elif new.requires_grad:
-        what = f"forward sets the buffer {name} to a value with a gradient: the next step's would go through this one"
-    elif (new.shape, new.dtype) != (old.shape, old.dtype):
-        what = f"forward sets the buffer {name} of {_kind(old)} to one of {_kind(new)}"
-    else:
-        return
-    raise CaptureError(
+        return f"forward sets the buffer {name} to {type(new).__name__}"
+    if new.requires_grad:
+        return f"forward sets the buffer {name} to a value with a gradient: the next step's would go through this one"
+    if (new.shape, new.dtype) != (old.shape, old.dtype):
+        return f"forward sets the buffer {name} of {_kind(old)} to one of {_kind(new)}"
+    return ""
+
+
+def _refused_buffer(what: str, where: str) -> CaptureError:
+    return CaptureError(
         what,
         where=where,
         legal="a tensor of the buffer's shape and dtype, detached: what the program keeps from step to step",

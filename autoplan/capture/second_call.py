@@ -87,8 +87,12 @@ def _as_of_an_earlier_call(node: Node, of_node: dict[Node, int], numbers: dict[M
     """``of_node`` for the operands of ``node``: to a call before the last, the inputs' values are another batch's."""
     if not (node.meta.get("custom") or {}).get(_BEFORE) or _OF_SHAPES.match(str(node.target)):
         return of_node
-    inputs = [operand for operand in node.all_input_nodes if operand.op == "placeholder"]
-    return {**of_node, **{each: numbers.setdefault(("earlier", of_node[each]), len(numbers)) for each in inputs}}
+    return {
+        operand: numbers.setdefault(("earlier", of_node[operand]), len(numbers))
+        if operand.op == "placeholder"
+        else of_node[operand]
+        for operand in node.all_input_nodes
+    }
 
 
 def _advanced(node: Node, module: GraphModule) -> Node | None:

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator
 from types import FrameType
 from typing import Any
 
-from autoplan.capture.errors import current_line, is_model_file, is_users_file
+from autoplan.capture.errors import current_line, frame_behind, is_model_file, is_users_file
 
 _CLOCKS = ("time", "perf_counter", "monotonic", "process_time", "thread_time")
 # What reads a clock or entropy and cannot be watched: where a user's code has such a name, the forward is called twice.
@@ -79,11 +79,15 @@ _KINDS = (type(time.time), type(lambda: None))
 
 def _asked_by_model(frame: FrameType | None) -> bool:
     """Whether the first frame that is not of Python or NumPy is the model's."""
-    while frame is not None:
-        name = frame.f_code.co_filename
-        if is_model_file(name) and f"{os.sep}numpy{os.sep}" not in name:
-            return True
-        if is_users_file(name) or f"{os.sep}torch{os.sep}" in name:
-            return False
-        frame = frame.f_back
-    return False
+    frame = frame_behind(frame, _is_pythons_or_numpys)
+    return frame is not None and is_model_file(frame.f_code.co_filename) and not _has_numpy(frame.f_code.co_filename)
+
+
+def _is_pythons_or_numpys(name: str) -> bool:
+    if is_model_file(name):
+        return _has_numpy(name) and not is_users_file(name)
+    return f"{os.sep}torch{os.sep}" not in name
+
+
+def _has_numpy(name: str) -> bool:
+    return f"{os.sep}numpy{os.sep}" in name

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from typing import Any
 
 import pytest
 import torch
@@ -147,6 +148,22 @@ def test_a_buffer_is_changed_once_a_batch_not_once_a_part(model: type[Base]) -> 
 def test_its_line_is_where_the_value_is_made() -> None:
     found = capture(Averages(), torch.randn(8, 4)).couplings
     assert found and all(coupling.where.startswith(line_of(__file__, "averages")) for coupling in found)
+
+
+def test_a_class_that_was_typed_in_a_notebook_is_no_other() -> None:
+    typed: dict[str, Any] = {"nn": nn, "torch": torch, "__name__": "__main__"}
+    text = """class Typed(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.register_buffer("steps", torch.zeros(()))
+    def forward(self, x):
+        self.steps = self.steps + 1
+        return (self.linear(x) * self.steps).square().mean()
+"""
+    exec(compile(text, "<cell 1>", "exec"), typed)
+    graph = capture(typed["Typed"](), torch.randn(8, 4)).graph_module.graph
+    assert any(str(node.target) == "aten.copy_.default" for node in graph.nodes)
 
 
 def test_gradients_scaled_by_frequency_see_the_whole_batch() -> None:

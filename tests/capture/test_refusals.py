@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from autoplan.capture import capture, capture_folded
 from autoplan.errors import CaptureError
-from tests.support.captures import line_of
+from tests.support.captures import Round, line_of
 from tests.support.models import mlp, nano_gpt
 
 
@@ -60,16 +60,6 @@ class ExpertsByNumel(Base):
         if chosen.numel() == 0:  # empty selection
             return self.layer(x).mean()
         return self.layer(chosen).mean()
-
-
-class Round(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        return x.round()
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Tensor:
-        return gradient
 
 
 class StraightThrough(Base):

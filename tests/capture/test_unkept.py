@@ -14,7 +14,7 @@ from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 
 from autoplan.capture import capture
 from autoplan.errors import CaptureError
-from tests.support.captures import line_of
+from tests.support.captures import Round, line_of
 
 
 def double(*gradients: Any) -> Any:  # the hook
@@ -97,16 +97,6 @@ class ChangesATensor(Base):
     def change(self, y: Tensor) -> Tensor:
         self.plain += 1  # a tensor that is no buffer
         return y * self.plain
-
-
-class Round(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        return x.round()
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Tensor:
-        return gradient
 
 
 rounded = Round.apply

@@ -165,7 +165,14 @@ def train(rank: int, world: int, program: Program, batch: Any) -> Trained:
 
 
 def compile_and_train(rank: int, world: int, model: nn.Module, batch: Any, strategy: dict[str, Any]) -> Trained:
-    return train(rank, world, program_forced(model, batch, strategy, gpus=world), batch)
+    program = program_forced(model, batch, strategy, gpus=world)
+    assert_recomputes(program, strategy)
+    return train(rank, world, program, batch)
+
+
+def assert_recomputes(program: Program, strategy: dict[str, Any]) -> None:
+    policies = {policy for stage in program.plan.stages for policy in stage.layer_recompute}
+    assert policies == {strategy.get("recompute", "none")}
 
 
 def assert_equal(name: str, found: Tensor, expected: Tensor) -> None:
@@ -193,8 +200,7 @@ def test_program_trains_to_the_single_process_numbers(model_name: str, strategy_
     batch, model, alone = prepared(model_name)
     strategy = STRATEGIES[strategy_name]
     program = program_planned(model, strategy, gpus=world_of(strategy))
-    policies = {policy for stage in program.plan.stages for policy in stage.layer_recompute}
-    assert policies == {strategy.get("recompute", "none")}
+    assert_recomputes(program, strategy)
     assert_same(run_ranks(train, world_of(strategy), program, batch), alone)
 
 

@@ -12,6 +12,18 @@ from torch.utils._pytree import tree_map
 from autoplan.capture import Capture, gather_inputs
 
 
+class Round(torch.autograd.Function):
+    """A straight-through estimator, whose backward a trace would lose."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.round()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return gradient
+
+
 def to_float64(batch: Any) -> Any:
     """Floating tensors of a batch in float64."""
     return tree_map(lambda x: x.double() if isinstance(x, Tensor) and x.is_floating_point() else x, batch)

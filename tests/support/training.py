@@ -17,6 +17,7 @@ from autoplan.cluster import Cluster
 from autoplan.request import AskedModel, Traced, Wish, problem_of
 from autoplan.runtime import Program
 from autoplan.search import search
+from tests.support.captures import to_float64
 from tests.support.plans import hand_plan, one_layer_a_node, with_recompute
 
 LEARNING_RATE = 1e-2
@@ -41,10 +42,7 @@ class Trained:
 
 
 def in_double(model: nn.Module, batch: Any) -> tuple[nn.Module, Any]:
-    def cast(tensor: Tensor) -> Tensor:
-        return tensor.double() if tensor.is_floating_point() else tensor
-
-    return model.double(), torch.utils._pytree.tree_map(cast, batch)
+    return model.double(), to_float64(batch)
 
 
 def train_alone(model: nn.Module, batches: list[Any], optimizer: Optimizer = adamw) -> Trained:
