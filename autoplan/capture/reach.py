@@ -110,7 +110,10 @@ class Reach:
                     self._open.append((f"{base.__qualname__}.{name}", function))
 
     def _function(self, function: types.FunctionType) -> None:
-        if not is_users(function):
+        # Where its globals are tells whose it is: a library's wrapper bears the name and module of what it wraps.
+        if not _is_users_module(function.__globals__.get("__name__") or function.__module__ or ""):
+            if is_users(function) and hasattr(function, "__wrapped__"):
+                self._open.append((function.__qualname__, function.__wrapped__))
             return
         name = function.__qualname__.rpartition("<locals>.")[2]
         for variable, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):

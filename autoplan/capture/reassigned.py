@@ -18,6 +18,7 @@ from torch.fx import GraphModule
 
 from autoplan.capture.batch_memory import Memory
 from autoplan.capture.errors import forward_line, is_model_file, node_line
+from autoplan.capture.unchanged import is_hollow
 from autoplan.errors import CaptureError
 
 # ``F.embedding(max_norm=)`` and ``nn.Embedding(max_norm=)``: the table is written, and read by its own name.
@@ -32,6 +33,7 @@ class Tables:
         self._held = [
             (name, module, table, dict(table))
             for name, module in model.named_modules()
+            if not is_hollow(module)
             for table in (module._parameters, module._buffers)
         ]
 

@@ -96,6 +96,11 @@ class _Empty(dict[str, Any]):
         return super().items()
 
 
+def is_hollow(module: nn.Module) -> bool:
+    """Whether the module holds nothing for now; asks it nothing."""
+    return isinstance(module.__dict__[_BOOKS[0]], _Empty)
+
+
 @contextlib.contextmanager
 def hollow(modules: list[nn.Module], asked: Callable[[], None]) -> Iterator[None]:
     """While inside, the modules hold nothing; ``asked`` is called when someone wants to know."""

@@ -74,6 +74,13 @@ def test_of_six_blocks_the_first_two_and_the_last_are_traced() -> None:
     assert assert_same(*nano_gpt(layers=6)) == 3
 
 
+def test_nothing_of_ours_looks_into_what_is_not_traced() -> None:
+    """A look would cost a trace: the first is given up, and the next starts with all blocks full."""
+    with mock.patch.object(room, "_capture", wraps=room._capture) as traced:
+        capture_folded(*nano_gpt(layers=6))
+    assert traced.call_count == 1
+
+
 @pytest.mark.wide
 def test_the_first_block_of_t5_holds_the_position_bias_and_is_no_other_blocks_kind() -> None:
     """Encoder and decoder: block 0 is its own, of the others 1, 2 and 5 are traced."""
