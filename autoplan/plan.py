@@ -401,6 +401,12 @@ class Plan:
     seconds: dict[str, float] = field(default_factory=dict, compare=False)
 
     @property
+    def busiest(self) -> tuple[Stage, ...]:
+        """The stages of the rank that works longest."""
+        ranks = [self.stages[rank :: self.strategy.pipeline] for rank in range(self.strategy.pipeline)]
+        return max(ranks, key=lambda own: sum(stage.forward_s + stage.backward_s for stage in own))
+
+    @property
     def unchecked(self) -> str:
         """What cannot be known of a plan whose file is an older one; "" where all of it was checked on reading."""
         if self.first_revision >= DIGEST_SINCE:

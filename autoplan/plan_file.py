@@ -21,7 +21,7 @@ from typing import Any
 
 from autoplan.schedules import sends_a_micro_batch
 
-REVISION = 6
+REVISION = 7
 DIGEST_SINCE = 5
 FIRST_SINCE = 6
 # Fields that came with a revision, by their paths: in a file of an older one they are of nobody.
@@ -187,6 +187,42 @@ def _from_fifth(data: Data) -> Data:
     }
 
 
+def _from_sixth(data: Data) -> Data:
+    """Files before revision 7 counted in the tensor axis's row what the context and expert axes transfer too. Their own
+    rows say how often and how long, and how many bytes, of which a tensor rank was said to send its share. What layers
+    that are computed again transfer again was in the step's term of recompute: nothing tells it apart there."""
+    axes = data.get("axes")
+    if not isinstance(axes, list) or not all(isinstance(axis, dict) for axis in axes):
+        return data
+    others = [axis for axis in axes if axis.get("name") in ("context", "expert")]
+    numbers = ("degree", "times_per_step", "bytes_per_step", "exposed_s")
+    inner = [*others, *(axis for axis in axes if axis.get("name") == "tensor")]
+    if not others or not all(isinstance(axis.get(name), int | float) for axis in inner for name in numbers):
+        return data
+    return {**data, "axes": [_less(axis, others) if axis.get("name") == "tensor" else axis for axis in axes]}
+
+
+# What the busiest rank of an expert axis sent, against the mean, in files before revision 7.
+_SKEW = {"expert": 1.25}
+
+
+def _less(tensor: Data, others: list[Data]) -> Data:
+    share, names = (tensor["degree"] - 1) / tensor["degree"], {axis["name"] for axis in others}
+    own = [word for word in str(tensor.get("collective")).split(", ") if word != "all-to-all" or "expert" not in names]
+    return {
+        **tensor,
+        "collective": ", ".join(own) or "none",
+        "times_per_step": tensor["times_per_step"] - sum(axis["times_per_step"] for axis in others),
+        "bytes_per_step": tensor["bytes_per_step"]
+        - share
+        * sum(
+            axis["bytes_per_step"] * _SKEW.get(axis["name"], 1.0) * axis["degree"] / max(1, axis["degree"] - 1)
+            for axis in others
+        ),
+        "exposed_s": tensor["exposed_s"] - sum(axis["exposed_s"] for axis in others),
+    }
+
+
 # A step for each revision but the newest: from it to the next.
 STEPS: dict[int, Callable[[Data], Data]] = {
     1: _from_first,
@@ -194,4 +230,5 @@ STEPS: dict[int, Callable[[Data], Data]] = {
     3: _from_third,
     4: _from_fourth,
     5: _from_fifth,
+    6: _from_sixth,
 }

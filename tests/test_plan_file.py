@@ -330,6 +330,21 @@ def test_older_files_counted_too_few_messages_between_two_ranks_of_several_stage
 # ------------------------------------------------------------------------------------------------------ older files
 
 
+def test_older_files_counted_other_axes_in_the_tensor_row() -> None:
+    """The row is what the same question gives now; what the axes take together is the step's term."""
+    path = OLD[0].with_name("experts-revision-6.json")
+    written = {axis["name"]: axis for axis in json.loads(path.read_text())["axes"]}
+    assert written["tensor"]["collective"] == "all-reduce, all-to-all"
+    plan = Plan.load(path)
+    tensor, expert = (next(axis for axis in plan.axes if axis.name == name) for name in ("tensor", "expert"))
+    assert tensor.collective == "all-reduce"
+    assert tensor.times_per_step == written["tensor"]["times_per_step"] - expert.times_per_step
+    # Two all-reduces a layer forward, two backward: half of a ring of two sends the tensor once.
+    layers, row = 4, 2.0 * 4096 * 2048
+    assert tensor.bytes_per_step == plan.strategy.micro_batches * layers * 4 * row
+    assert tensor.exposed_s + expert.exposed_s == pytest.approx(plan.predicted.time_terms["tensor_communication"])
+
+
 def older(revision: int = 4) -> dict[str, Any]:
     """A plan's data as files of ``revision`` had them."""
     data: dict[str, Any] = json.loads(of_revision(planned_on("2x4xH100").to_dict(), revision))

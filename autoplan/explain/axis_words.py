@@ -21,7 +21,10 @@ _MOST_NAMED = 4
 
 def when(plan: Plan, axis: Axis) -> str:
     """When the axis communicates."""
-    return _OF_STATE.get(plan.strategy.zero_stage, "") if axis.name == "data" else _WHEN.get(axis.name, "")
+    if axis.name == "data":
+        return _OF_STATE.get(plan.strategy.zero_stage, "")
+    again = axis.name != "pipeline" and any(stage.recompute.get("full") for stage in plan.stages)
+    return _WHEN.get(axis.name, "") + (", and again in layers that are recomputed" if again else "")
 
 
 def members(plan: Plan, axis: Axis) -> str:

@@ -104,7 +104,8 @@ class Parameter:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Collective:
-    """One collective over the tensor axis, or with ``ranks`` over so many ranks that are ``stride`` apart.
+    """One collective over the tensor axis, or, with ``ranks``, over another ``axis``: so many ranks that are ``stride``
+    apart.
 
     ``bytes_per_sample`` (or, for ``batched=False``, whole) is the full tensor: what an all-reduce reduces, what an
     all-gather ends with and what a reduce-scatter starts from.
@@ -117,6 +118,7 @@ class Collective:
     operator: str = ""
     ranks: int = 0
     stride: int = 1
+    axis: Literal["tensor", "context", "expert"] = "tensor"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

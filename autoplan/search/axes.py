@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections.abc import Sequence
+from typing import NamedTuple
 
-from autoplan.plan import Axis
+from autoplan.cost_models.communication import Group, group_on, tensor_time
+from autoplan.layers.types import Collective, LayerKind
+from autoplan.plan import Axis, Plan
 from autoplan.schedules import rank_of_stage, sends_a_micro_batch
 from autoplan.search.dag_transfers import transfers
 from autoplan.search.evaluate import Evaluation, stage_link
+from autoplan.search.problem import Problem
 from autoplan.search.space import Space
 
 _SENT = {"all_reduce": 2.0, "all_gather": 1.0, "reduce_scatter": 1.0, "all_to_all": 1.0}
@@ -89,19 +93,82 @@ def _data(space: Space, evaluation: Evaluation) -> Axis:
 
 def _tensor(space: Space, evaluation: Evaluation) -> Axis:
     strategy, stages = evaluation.strategy, evaluation.busiest
-    degree, micro, samples = strategy.tensor, strategy.micro_batches, strategy.micro_batch_size
-    found = [collective for stage in stages for kind in stage.kinds for collective in kind.collectives]
-    counts = Counter(collective.name for collective in found)
-    sent = sum(
-        _SENT[c.name] * (degree - 1) / degree * c.bytes_per_sample * (samples if c.batched else 1) for c in found
+    degree, micro = strategy.tensor, strategy.micro_batches
+    every = [
+        collective
+        for stage in stages
+        for kind, policy in zip(stage.kinds, stage.policies, strict=True)
+        for collective in run_in_a_micro_batch(kind.collectives, policy)
+    ]
+    found = [collective for collective in every if collective.axis == "tensor"]
+    # A stage's times are those of all axes that its layers wait for.
+    others = waited(
+        space.problem, [c for c in every if c.axis != "tensor"], degree=degree, micro_batch=strategy.micro_batch_size
     )
     return Axis(
         name="tensor",
         degree=degree,
         splits="matrices and the sequence" if strategy.sequence_parallel else "matrices",
-        collective=", ".join(name.replace("_", "-") for name in sorted(counts)) or "none",
+        collective=", ".join(name.replace("_", "-") for name in sorted({c.name for c in found})) or "none",
         times_per_step=micro * len(found),
-        bytes_per_step=micro * sent,
-        exposed_s=micro * sum(stage.tensor_forward_s + stage.tensor_backward_s for stage in stages),
+        bytes_per_step=micro * sent_bytes(found, degree=degree, micro_batch=strategy.micro_batch_size),
+        exposed_s=micro * (sum(stage.tensor_s for stage in stages) - others) if found else 0.0,
         link=stage_link(space, strategy, size=degree, stride=1),
     )
+
+
+def run_in_a_micro_batch(collectives: Sequence[Collective], policy: str) -> list[Collective]:
+    """All collectives of a layer in a forward and a backward: where the forward runs again (full recompute), its
+    collectives do too."""
+    again = [collective for collective in collectives if collective.phase == "forward"] if policy == "full" else []
+    return [*collectives, *again]
+
+
+def waited(problem: Problem, collectives: Sequence[Collective], *, degree: int, micro_batch: int) -> float:
+    """Seconds that a micro-batch of so many samples waits for ``collectives`` under tensor ``degree``."""
+    alone = LayerKind(operators=(), collectives=tuple(collectives))
+    return tensor_time(
+        alone, problem.cluster, degree=degree, micro_batch=micro_batch, software=problem.software
+    ).total_s
+
+
+def sent_bytes(collectives: Sequence[Collective], *, degree: int, micro_batch: int) -> float:
+    """Bytes that each of ``degree`` ranks sends in a micro-batch of so many samples."""
+    return sum(
+        _SENT[c.name] * (degree - 1) / degree * c.bytes_per_sample * (micro_batch if c.batched else 1)
+        for c in collectives
+    )
+
+
+class Transfers(NamedTuple):
+    """What a row says of an axis's transfers, by the names of its fields."""
+
+    times_per_step: int
+    bytes_per_step: float
+    exposed_s: float
+    link: str
+
+
+def inner_transfers(problem: Problem, plan: Plan, collectives: Sequence[Collective], degree: int) -> Transfers:
+    """Of an axis inside the data axis, whose ``collectives`` are those of a micro-batch on the busiest rank."""
+    strategy = plan.strategy
+    micro, samples = strategy.micro_batches, strategy.micro_batch_size
+    group = Group(size=degree, stride=strategy.tensor, ranks=strategy.gpus)
+    return Transfers(
+        times_per_step=micro * len(collectives),
+        bytes_per_step=micro * sent_bytes(collectives, degree=degree, micro_batch=samples),
+        exposed_s=micro * waited(problem, collectives, degree=strategy.tensor, micro_batch=samples),
+        link=group_on(problem.cluster, group).link_name,
+    )
+
+
+def busiest_layers(problem: Problem, plan: Plan) -> list[tuple[LayerKind, str]]:
+    """The layers of the rank that works longest, under its tensor degree, each with its recompute policy."""
+    kinds = problem.kinds(plan.strategy.tensor)
+    return [
+        (kinds[layer.kind], policy)
+        for stage in plan.busiest
+        for layer, policy in zip(
+            problem.layers.layers[stage.first_layer : stage.last_layer + 1], stage.layer_recompute, strict=True
+        )
+    ]

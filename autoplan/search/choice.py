@@ -89,4 +89,4 @@ def recompute_s(engine: Engine, decision: Decision) -> float:
     """Seconds that all stages of a decision recompute in a step."""
     space = engine.space.ordered(decision.order)
     priced = evaluate_decision(space, decision.strategy, decision.cuts, step_s=lambda _: 0.0)
-    return decision.strategy.micro_batches * sum(stage.recompute_s for stage in priced.stages)
+    return decision.strategy.micro_batches * sum(stage.again_s for stage in priced.stages)

@@ -21,11 +21,11 @@ from typing import Any
 
 import numpy as np
 
-from autoplan.cost_models.communication import Group, group_on, tensor_time
 from autoplan.cost_models.precision import dtype_bytes
 from autoplan.errors import StrategyError
 from autoplan.layers.types import Collective, Edge, LayerGraph, LayerKind, Operator
 from autoplan.plan import Axis, Plan, Strategy
+from autoplan.search.axes import busiest_layers, inner_transfers, run_in_a_micro_batch
 from autoplan.search.constraints import asked
 from autoplan.search.degrees import divisors
 from autoplan.search.problem import Problem
@@ -145,6 +145,7 @@ def _key_collectives(kind: LayerKind, degree: int, *, stride: int) -> tuple[Coll
                     operator=op.name,
                     ranks=degree,
                     stride=stride,
+                    axis="context",
                 )
             )
     return tuple(found)
@@ -187,27 +188,16 @@ def _case(problem: Problem, plan: Plan, strategy: Strategy) -> str:
 
 
 def _axis(problem: Problem, plan: Plan, degree: int) -> Axis:
-    """What the axis costs the stage that works longest."""
-    tensor, size = plan.strategy.tensor, plan.strategy.micro_batch_size
-    stage = max(plan.stages, key=lambda s: s.forward_s + s.backward_s)
-    kinds = problem.kinds(tensor)
-    seconds = moved = 0.0
-    times = 0
-    for layer in problem.layers.layers[stage.first_layer : stage.last_layer + 1]:
-        only = dataclasses.replace(
-            kinds[layer.kind], collectives=_key_collectives(kinds[layer.kind], degree, stride=tensor)
-        )
-        seconds += tensor_time(only, problem.cluster, degree=tensor, micro_batch=size).total_s
-        moved += sum(c.bytes_per_sample for c in only.collectives) * size * (degree - 1) / degree
-        times += len(only.collectives)
-    micro_batches = plan.strategy.micro_batches
+    """What the axis costs the rank that works longest."""
+    found = [
+        collective
+        for kind, policy in busiest_layers(problem, plan)
+        for collective in run_in_a_micro_batch(_key_collectives(kind, degree, stride=plan.strategy.tensor), policy)
+    ]
     return Axis(
         name="context",
         degree=degree,
         splits="tokens of each sample",
         collective="all-gather of keys and values, reduce-scatter of their gradients",
-        times_per_step=times * micro_batches,
-        bytes_per_step=moved * micro_batches,
-        exposed_s=seconds * micro_batches,
-        link=group_on(problem.cluster, Group(size=degree, stride=tensor, ranks=plan.strategy.gpus)).link_name,
+        **inner_transfers(problem, plan, found, degree)._asdict(),
     )

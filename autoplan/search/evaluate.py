@@ -33,7 +33,8 @@ _TIME_TERMS = (
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageCosts:
     """One stage of a decision. Times are of one micro-batch, but for ``tail_s`` (``synchronise_s`` + ``optimizer_s``),
-    which comes once a step."""
+    which comes once a step. Of what layers do again, ``recompute_s`` are operators and ``tensor_again_s`` the
+    collectives between them."""
 
     first: int
     end: int
@@ -46,6 +47,7 @@ class StageCosts:
     recompute_s: float
     tensor_forward_s: float
     tensor_backward_s: float
+    tensor_again_s: float
     data: DataParallelTime
     tied_s: float
     optimizer_s: float
@@ -56,7 +58,17 @@ class StageCosts:
 
     @property
     def backward_s(self) -> float:
-        return self.compute_backward_s + self.recompute_s + self.tensor_backward_s + self.data.backward_s
+        return self.compute_backward_s + self.again_s + self.tensor_backward_s + self.data.backward_s
+
+    @property
+    def again_s(self) -> float:
+        """What a backward does of the forward again."""
+        return self.recompute_s + self.tensor_again_s
+
+    @property
+    def tensor_s(self) -> float:
+        """All collectives inside of layers, forward and backward."""
+        return self.tensor_forward_s + self.tensor_backward_s + self.tensor_again_s
 
     @property
     def forward_terms(self) -> dict[str, float]:
@@ -73,7 +85,7 @@ class StageCosts:
         return {
             "backward": self.compute_backward_s,
             "recompute": self.recompute_s,
-            "tensor_communication": self.tensor_backward_s,
+            "tensor_communication": self.tensor_backward_s + self.tensor_again_s,
             "sharded_state": self.data.backward_s,
         }
 
@@ -265,6 +277,7 @@ def stage_costs(
     policies = tuple(kind.policy(chosen) for kind, chosen in zip(kinds, policies, strict=True))
     costs = [tables.chain.costs[k] for k in indices]
     elements = count_elements(kinds)
+    tensor_again_s = sum(c.tensor_forward_s for c, p in zip(costs, policies, strict=True) if p == "full")
     return StageCosts(
         first=first,
         end=end,
@@ -283,9 +296,10 @@ def stage_costs(
         parameters=elements.total,
         compute_forward_s=sum(c.forward_s for c in costs),
         compute_backward_s=sum(c.backward_s for c in costs),
-        recompute_s=sum(c.extra_s[p] for c, p in zip(costs, policies, strict=True)),
+        recompute_s=sum(c.extra_s[p] for c, p in zip(costs, policies, strict=True)) - tensor_again_s,
         tensor_forward_s=sum(c.tensor_forward_s for c in costs),
         tensor_backward_s=sum(c.tensor_backward_s for c in costs),
+        tensor_again_s=tensor_again_s,
         data=tables.data_axis(
             elements.total, elements.trainable, end - first, backward_s=sum(c.backward_s for c in costs)
         ),
@@ -352,7 +366,7 @@ def time_terms(evaluation: Evaluation) -> dict[str, float]:
         terms["forward"] += micro_batches * stage.compute_forward_s
         terms["backward"] += micro_batches * stage.compute_backward_s
         terms["recompute"] += micro_batches * stage.recompute_s
-        terms["tensor_communication"] += micro_batches * (stage.tensor_forward_s + stage.tensor_backward_s)
+        terms["tensor_communication"] += micro_batches * stage.tensor_s
         terms["sharded_state"] += micro_batches * (stage.data.forward_s + stage.data.backward_s)
         terms["gradient_synchronisation"] += stage.synchronise_s
         terms["optimizer"] += stage.optimizer_s

@@ -19,7 +19,7 @@ import dataclasses
 import math
 from collections.abc import Sequence
 
-from autoplan.cost_models.communication import Group, group_on, tensor_time
+from autoplan.cost_models.communication import Group
 from autoplan.cost_models.contention import held_by_ring
 from autoplan.cost_models.data_parallel import DataParallelTime, data_parallel_time
 from autoplan.cost_models.memory import count_elements, stage_memory
@@ -27,6 +27,7 @@ from autoplan.cost_models.precision import dtype_bytes
 from autoplan.errors import StrategyError
 from autoplan.layers.types import Collective, LayerKind, Operator
 from autoplan.plan import Axis, Plan, Strategy
+from autoplan.search.axes import busiest_layers, inner_transfers, run_in_a_micro_batch
 from autoplan.search.constraints import asked
 from autoplan.search.degrees import divisors
 from autoplan.search.evaluate import Evaluation, StageCosts, stage_times
@@ -148,6 +149,7 @@ def _exchanges(products: Sequence[Operator], degree: int, *, stride: int) -> tup
             operator=op.name,
             ranks=degree,
             stride=stride,
+            axis="expert",
         )
         for phase in ("forward", "backward")
         for op, rows in ((first, there), (last, back))
@@ -253,29 +255,20 @@ def respread(problem: Problem, plan: Plan) -> Plan:
 
 
 def _axis(problem: Problem, plan: Plan) -> Axis:
-    """What the axis costs the stage that works longest."""
+    """What the axis costs the rank that works longest."""
     strategy = plan.strategy
-    stage = max(plan.stages, key=lambda s: s.forward_s + s.backward_s)
-    kinds = problem.kinds(strategy.tensor)
-    seconds = moved = 0.0
-    times = 0
-    for layer in problem.layers.layers[stage.first_layer : stage.last_layer + 1]:
-        products = _products(kinds[layer.kind])
-        exchanges = _exchanges(products, strategy.expert, stride=strategy.tensor) if products else ()
-        only = dataclasses.replace(kinds[layer.kind], collectives=exchanges)
-        priced = tensor_time(only, problem.cluster, degree=strategy.tensor, micro_batch=strategy.micro_batch_size)
-        seconds += priced.total_s
-        moved += sum(c.bytes_per_sample for c in exchanges) * strategy.micro_batch_size
-        times += len(exchanges)
-    share = (strategy.expert - 1) / strategy.expert / SKEW
-    group = Group(size=strategy.expert, stride=strategy.tensor, ranks=strategy.gpus)
+    found = [
+        exchange
+        for kind, policy in busiest_layers(problem, plan)
+        if (products := _products(kind))
+        for exchange in run_in_a_micro_batch(_exchanges(products, strategy.expert, stride=strategy.tensor), policy)
+    ]
+    transfers = inner_transfers(problem, plan, found, strategy.expert)
     return Axis(
         name="expert",
         degree=strategy.expert,
         splits="experts of each layer",
         collective="all-to-all of routed rows",
-        times_per_step=times * strategy.micro_batches,
-        bytes_per_step=moved * share * strategy.micro_batches,
-        exposed_s=seconds * strategy.micro_batches,
-        link=group_on(problem.cluster, group).link_name,
+        # The time is the busiest rank's, the bytes are the mean's.
+        **transfers._replace(bytes_per_step=transfers.bytes_per_step / SKEW)._asdict(),
     )

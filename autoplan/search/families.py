@@ -189,7 +189,7 @@ def _spent(evaluation: Evaluation) -> dict[str, float]:
     micro, stages = evaluation.strategy.micro_batches, evaluation.stages
     terms = time_terms(evaluation)
     recompute = sum(stage.recompute_s for stage in stages)
-    tensor = sum(stage.tensor_forward_s + stage.tensor_backward_s for stage in stages)
+    tensor = sum(stage.tensor_s for stage in stages)
     sharded = sum(stage.data.forward_s + stage.data.backward_s for stage in stages)
     period = sum(stage.period_s for stage in stages)
     share = micro / evaluation.strategy.pipeline

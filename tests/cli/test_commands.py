@@ -190,7 +190,7 @@ def test_a_fault_of_ours_is_short_and_says_how_to_see_more(
 
 READERS = ("show", "explain", "simulate", "report -o page.html", "export --to megatron", "diff plan.json")
 OLD = Path(__file__).parents[1] / "report" / "data" / "plan-revision-4.json"
-NEW = OLD.with_name("plan-revision-6.json")
+NEW = OLD.with_name("plan-revision-7.json")
 
 
 def with_plan(command: str, plan: str) -> list[str]:
@@ -225,7 +225,7 @@ def test_of_an_older_file_it_is_said_that_less_of_it_was_checked(
         assert (line in done.stderr) == older
         answer = json.loads(done.stdout)
         if command == "show":
-            assert answer["first_revision"] == (4 if older else 6)
+            assert answer["first_revision"] == (4 if older else 7)
         elif command.startswith("diff"):
             assert list(answer["unchecked"]) == ([str(path)] if older else [])
         else:

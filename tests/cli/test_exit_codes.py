@@ -13,7 +13,7 @@ from autoplan.cli.application import application
 from autoplan.cli.run import MOST_PROCESSES
 from tests.support.cli import Invoke
 
-PLAN = Path(__file__).parents[1] / "report" / "data" / "plan-revision-6.json"
+PLAN = Path(__file__).parents[1] / "report" / "data" / "plan-revision-7.json"
 READERS = (
     "show FILE",
     "explain FILE",

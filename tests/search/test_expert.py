@@ -11,7 +11,7 @@ from autoplan.cost_models.communication import Group, all_to_all_s
 from autoplan.cost_models.memory import count_elements
 from autoplan.errors import InfeasibleError, StrategyError
 from autoplan.layers.types import Edge, Layer, LayerGraph, LayerKind
-from autoplan.plan import Plan
+from autoplan.plan import Axis, Plan
 from autoplan.search import Problem, predict, search
 from autoplan.search.expert import SKEW, share_of
 from tests.regression.mixture import Mixture, mixture_block
@@ -165,3 +165,35 @@ def test_a_forced_axis_is_planned_as_it_is_predicted() -> None:
     planned, predicted = search(problem(expert=2)), predict(problem(expert=2))
     assert planned.strategy == predicted.strategy
     assert planned.predicted.step_time_s == predicted.predicted.step_time_s
+
+
+def in_layers(plan: Plan) -> dict[str, Axis]:
+    return {axis.name: axis for axis in plan.axes if axis.name in ("tensor", "context", "expert")}
+
+
+@pytest.mark.parametrize("recompute", ["none", "full"])
+@pytest.mark.parametrize("context", [1, 2])
+def test_each_axis_has_its_own_collectives_and_together_they_are_the_step_s_term(recompute: str, context: int) -> None:
+    keys = {"data": 8 // context, "context": context, "expert": 4, "tensor": 2, "pipeline": 1, "micro_batch_size": 1}
+    plan = predict(problem(recompute=recompute, zero_stage=1, **keys))
+    rows = in_layers(plan)
+    shown = sum(row.exposed_s for row in rows.values())
+    assert shown == pytest.approx(plan.predicted.time_terms["tensor_communication"], rel=1e-12)
+    # Megatron's two all-reduces forward and two backward, of which the forward's run again.
+    assert rows["tensor"].collective == "all-reduce"
+    each = 6 if recompute == "full" else 4
+    assert rows["tensor"].times_per_step == plan.strategy.micro_batches * SHAPE.layers * each
+    assert rows["expert"].times_per_step == plan.strategy.micro_batches * SHAPE.layers * each
+
+
+def test_what_is_computed_again_communicates_again() -> None:
+    """Beside the operators its layers' collectives run a third time: as communication, not as recompute."""
+    keys = {"data": 8, "tensor": 2, "pipeline": 1, "micro_batch_size": 1, "zero_stage": 1}
+    kept, again = (predict(problem(dense=True, recompute=policy, **keys)) for policy in ("none", "full"))
+    terms, more = kept.predicted.time_terms, again.predicted.time_terms
+    assert more["recompute"] == pytest.approx(terms["forward"], rel=1e-12)
+    assert more["tensor_communication"] == pytest.approx(1.5 * terms["tensor_communication"], rel=1e-12)
+    one, other = (next(axis for axis in plan.axes if axis.name == "tensor") for plan in (kept, again))
+    assert other.times_per_step == 1.5 * one.times_per_step and other.bytes_per_step == 1.5 * one.bytes_per_step
+    assert other.exposed_s == pytest.approx(more["tensor_communication"], rel=1e-12)
+    assert again.predicted.exposed_communication_s > kept.predicted.exposed_communication_s
