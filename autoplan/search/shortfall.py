@@ -16,9 +16,6 @@ from autoplan.search.listed import even_cuts, is_listed, least_rank_terms, total
 from autoplan.search.space import Space
 from autoplan.search.tables import Tables
 
-# Candidates that are split exactly before the nearest of them is the answer.
-MOST_TRIED = 64
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shortfall:
@@ -48,7 +45,7 @@ def nearest(engine: Engine, chosen: np.ndarray | None = None) -> Shortfall | Non
     order = sorted((int(i) for i in rows), key=lambda i: (bounds.short_bytes[i], i))
     capacity = space.problem.usable_bytes
     best: tuple[float, Strategy, _Cut] | None = None
-    for index in order[:MOST_TRIED]:
+    for index in order:
         if best is not None and bounds.short_bytes[index] >= best[0] - capacity:
             break
         strategy = space.candidates.strategy(index)

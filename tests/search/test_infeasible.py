@@ -7,15 +7,19 @@ import re
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from autoplan.cluster import Cluster
 from autoplan.cost_models import memory
 from autoplan.errors import InfeasibleError
 from autoplan.search import search
+from autoplan.search.engine import Engine
 from autoplan.search.infeasible import fits, like, smallest_count
 from autoplan.search.problem import Problem
 from autoplan.search.questions import min_gpus
+from autoplan.search.shortfall import nearest
+from autoplan.search.space import open_space
 from tests.support.layer_graphs import GIB, Dense, cluster, problem
 
 # 2.4 G parameters: 16 bytes of state each and 4 of the step's temporary, 44.7 GiB, on two cards of 12 GiB.
@@ -38,6 +42,21 @@ def test_says_by_how_much_and_which_term() -> None:
     assert error.short_by_bytes == pytest.approx(expected, rel=1e-6)
     assert error.term == "optimizer_state"
     assert f"{expected / GIB:.2f} GiB" in error.what and "optimizer state, 8.94 GiB" in error.what
+
+
+def test_no_plan_is_nearer_than_the_nearest() -> None:
+    """The nearest is not among the first 64 by their bounds: of the first 100, each alone, none is short of less."""
+    body = Dense(elements=200_000_000, saved=GIB / 2, core=GIB / 8, core_flops=1e10, input=2.0**22)
+    head = Dense(elements=300_000_000, saved=2 * GIB)
+    layers = [Dense(elements=600_000_000, input=2.0**24), *[body] * 16, head]
+    question = problem(layers, cluster(8, nodes=2, memory_gib=4), global_batch=64)
+    engine = Engine(space=open_space(question), solver=None)
+    found = nearest(engine)
+    assert found is not None and found.short_bytes > 0
+    first = np.argsort(engine.bounds.short_bytes, kind="stable")[:100]
+    alone = [nearest(engine, np.arange(len(engine.space.candidates)) == index) for index in first]
+    shorts = [short.short_bytes for short in alone if short is not None]
+    assert found.short_bytes == min(shorts) < min(shorts[:64])
 
 
 def test_the_smallest_count_is_searched() -> None:
