@@ -49,7 +49,6 @@ UNSAID = {
     "crossings.*.value": "of links of several kinds of GPUs, whose rates are not in the file; those of one kind agree",
     "axes.*.times_per_step": "collectives of layers, which are not in the file; a multiple of the micro-batches",
     "axes.*.bytes_per_step": "bytes of layers' tensors, which are not in the file",
-    "axes.*.exposed_s": "of the data axis, at most what the step shows; less where stages tie a parameter",
     "axes.*.link": "another link of the same cluster; of a cluster file they are not in the plan",
     "alternatives": "as each of them",
     "alternatives.*": "which families have a plan at all is the search's to say",
