@@ -24,6 +24,8 @@ if TYPE_CHECKING:  # at run time only where a file is read: a third of what `aut
     from pydantic import ConfigDict, TypeAdapter
 
 SCHEMA_VERSION = 1
+# Axes whose collectives layers wait for: together they are the step's term ``tensor_communication``.
+AXES_IN_LAYERS = ("tensor", "context", "expert")
 _STRICT: ConfigDict = {"extra": "forbid", "strict": False}
 
 
@@ -401,10 +403,14 @@ class Plan:
     seconds: dict[str, float] = field(default_factory=dict, compare=False)
 
     @property
+    def rank_stages(self) -> list[tuple[Stage, ...]]:
+        """The stages of each pipeline rank: several with virtual stages."""
+        return [self.stages[rank :: self.strategy.pipeline] for rank in range(self.strategy.pipeline)]
+
+    @property
     def busiest(self) -> tuple[Stage, ...]:
         """The stages of the rank that works longest."""
-        ranks = [self.stages[rank :: self.strategy.pipeline] for rank in range(self.strategy.pipeline)]
-        return max(ranks, key=lambda own: sum(stage.forward_s + stage.backward_s for stage in own))
+        return max(self.rank_stages, key=lambda own: sum(stage.forward_s + stage.backward_s for stage in own))
 
     @property
     def unchecked(self) -> str:

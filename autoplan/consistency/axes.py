@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from autoplan.consistency.machines import as_made_for
 from autoplan.consistency.problems import EXACT, Problem, close
+from autoplan.plan import AXES_IN_LAYERS
 from autoplan.schedules import sends_a_micro_batch
 
 if TYPE_CHECKING:
@@ -36,8 +37,7 @@ _OF_DATA = (
     "reduce-scatter of gradients, all-gather of weights",
     "all-gather of weights, reduce-scatter of gradients",
 )
-# Axes whose collectives are waited for inside of layers: one term of the step.
-_IN_LAYERS = ("tensor", "context", "expert")
+# Since this revision each axis inside of layers counts its own collectives alone.
 _EACH_ITS_OWN = 7
 _OF_TENSOR = ("all-gather", "all-reduce", "all-to-all", "reduce-scatter")
 
@@ -130,7 +130,7 @@ def _whole(plan: Plan, stages: tuple[Stage, ...], term: str, sharded_from: int) 
 def _exposed(plan: Plan, axis: Axis) -> Iterator[Problem]:
     terms = plan.predicted.time_terms
     data_s = terms.get("sharded_state", 0.0) + terms.get("gradient_synchronisation", 0.0)
-    others_s = sum(other.exposed_s for other in plan.axes if other.name in _IN_LAYERS and other is not axis)
+    others_s = sum(other.exposed_s for other in plan.axes if other.name in AXES_IN_LAYERS and other is not axis)
     most = {
         "pipeline": 2 * sum(stage.send_s for stage in plan.stages),
         "data": data_s,

@@ -133,8 +133,7 @@ def _stages(plan: Plan) -> Iterator[Problem]:
 
 def _simulated(plan: Plan) -> Iterator[Problem]:
     strategy, stages, step_s = plan.strategy, plan.stages, plan.predicted.step_time_s
-    held = [stages[rank :: strategy.pipeline] for rank in range(strategy.pipeline)]
-    tails = [sum(stage.synchronise_s + stage.optimizer_s for stage in own) for own in held]
+    tails = [sum(stage.synchronise_s + stage.optimizer_s for stage in own) for own in plan.rank_stages]
     if 2 * len(stages) * strategy.micro_batches <= _MOST_ACTIONS:
         taken_s = schedule.simulate(
             schedules.all_actions(
@@ -165,7 +164,7 @@ def _simulated(plan: Plan) -> Iterator[Problem]:
 
 
 def _terms(plan: Plan) -> Iterator[Problem]:
-    ranks = [plan.stages[rank :: plan.strategy.pipeline] for rank in range(plan.strategy.pipeline)]
+    ranks = plan.rank_stages
     periods = [sum(stage.forward_s + stage.backward_s for stage in own) for own in ranks]
     # Of ranks that work equally long any may be the one that is shown.
     busiest = [own for own, period in zip(ranks, periods, strict=True) if close(period, max(periods), 1e-12)]

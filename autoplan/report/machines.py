@@ -13,7 +13,6 @@ from dataclasses import dataclass
 
 from autoplan.explain.text import seconds, size
 from autoplan.plan import Axis, Plan, Stage
-from autoplan.report import parts
 from autoplan.report.model_graph import colour
 
 WIDTH = 1000.0
@@ -210,10 +209,7 @@ def _exposed_s(plan: Plan, stage: Stage, axis: Axis) -> float:
     """Of a step, what shows of the axis on ``stage``."""
     term = "sharded_state" if axis.name == "data" else "tensor_communication"
     each = stage.forward_terms.get(term, 0.0) + stage.backward_terms.get(term, 0.0)
-    if axis.name == "data":
-        return plan.strategy.micro_batches * each + stage.synchronise_s
-    whole = sum(other.exposed_s for other in parts.axes_of(plan, term))
-    return plan.strategy.micro_batches * each * (axis.exposed_s / whole if whole else 0.0)
+    return plan.strategy.micro_batches * each + (stage.synchronise_s if axis.name == "data" else 0.0)
 
 
 def _crosses_on(plan: Plan, axis: str, group: str) -> bool:

@@ -11,10 +11,10 @@ from dataclasses import dataclass
 
 from autoplan.cost_models.schedule import Event
 from autoplan.explain.text import seconds
-from autoplan.plan import Axis, Plan, Stage
+from autoplan.plan import AXES_IN_LAYERS, Axis, Plan, Stage
 
 # Terms that are waited for, and the axes that they come from.
-COLLECTIVES = {"sharded_state": ("data",), "tensor_communication": ("tensor", "context", "expert")}
+COLLECTIVES = {"sharded_state": ("data",), "tensor_communication": AXES_IN_LAYERS}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -133,7 +133,7 @@ def simulate(plan: Plan) -> Step:
             legal=f"{MOST_ACTIONS:,} actions",
             attempt="plan with a larger micro_batch_size",
         )
-    whole = _run(plan, _sends(plan.stages), [sum(map(_tail_s, held)) for held in _held(plan)])
+    whole = _run(plan, _sends(plan.stages), [sum(map(_tail_s, held)) for held in plan.rank_stages])
     missing = plan.predicted.step_time_s - whole.step_s
     sends = _sends(plan.stages)
     if abs(missing) > AGREEMENT * plan.predicted.step_time_s and not any(map(_tail_s, plan.stages)):
@@ -142,7 +142,8 @@ def simulate(plan: Plan) -> Step:
         whole = _run(plan, sends, [0.0] * strategy.pipeline)
         missing = plan.predicted.step_time_s - whole.step_s
     tails = tuple(
-        _tails(held, lane[-1].end_s, max(0.0, missing)) for held, lane in zip(_held(plan), whole.events, strict=True)
+        _tails(held, lane[-1].end_s, max(0.0, missing))
+        for held, lane in zip(plan.rank_stages, whole.events, strict=True)
     )
     end = max(tail[-1].end_s if tail else lane[-1].end_s for tail, lane in zip(tails, whole.events, strict=True))
     return Step(
@@ -170,12 +171,6 @@ def _run(plan: Plan, sends: tuple[float, ...], tails: list[float]) -> schedule.T
         tail_s=tails,
         weight_s=[stage.weight_gradients_s for stage in plan.stages],
     )
-
-
-def _held(plan: Plan) -> list[tuple[Stage, ...]]:
-    """The stages of each pipeline rank."""
-    ranks = plan.strategy.pipeline
-    return [plan.stages[rank::ranks] for rank in range(ranks)]
 
 
 def _sends(stages: tuple[Stage, ...]) -> tuple[float, ...]:

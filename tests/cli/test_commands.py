@@ -15,6 +15,7 @@ from autoplan.cli.application import application
 from autoplan.errors import InfeasibleError, StrategyError
 from autoplan.plan import Plan
 from tests.support.cli import Invoke
+from tests.support.plans import stored_file
 
 
 def test_help_lists_every_command_without_loading_torch() -> None:
@@ -189,8 +190,7 @@ def test_a_fault_of_ours_is_short_and_says_how_to_see_more(
 
 
 READERS = ("show", "explain", "simulate", "report -o page.html", "export --to megatron", "diff plan.json")
-OLD = Path(__file__).parents[1] / "report" / "data" / "plan-revision-4.json"
-NEW = OLD.with_name("plan-revision-7.json")
+OLD, NEW = stored_file(4), stored_file()
 
 
 def with_plan(command: str, plan: str) -> list[str]:

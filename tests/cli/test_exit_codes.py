@@ -12,8 +12,9 @@ from autoplan.calibration.measure import most_processes
 from autoplan.cli.application import application
 from autoplan.cli.run import MOST_PROCESSES
 from tests.support.cli import Invoke
+from tests.support.plans import stored_file
 
-PLAN = Path(__file__).parents[1] / "report" / "data" / "plan-revision-7.json"
+PLAN = stored_file()
 READERS = (
     "show FILE",
     "explain FILE",

@@ -16,6 +16,7 @@ from autoplan.cluster import Cluster
 from autoplan.explain.text import size
 from autoplan.plan import Plan
 from tests.support.cli import Invoke
+from tests.support.plans import stored_file
 
 MODEL = """import torch
 from torch import nn
@@ -199,8 +200,7 @@ def test_names_near_a_layers_are_offered(name: str, near: str, plan: Plan) -> No
 def test_colour_is_for_terminals_and_for_those_who_want_it(
     monkeypatch: pytest.MonkeyPatch, variables: dict[str, str], coloured: bool, command: str
 ) -> None:
-    file = str(Path(__file__).parents[1] / "report" / "data" / "plan-revision-7.json")
-    other = file.replace("-7", "-4")
+    file, other = str(stored_file()), str(stored_file(4))
     for name in ("FORCE_COLOR", "NO_COLOR"):
         monkeypatch.delenv(name, raising=False)
     plain = CliRunner().invoke(application, [*command.split(), file, *([other] if command == "diff" else [])]).stdout

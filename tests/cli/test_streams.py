@@ -11,6 +11,7 @@ import pytest
 
 from autoplan.cli.streams import Closed
 from autoplan.plan import Plan
+from tests.support.plans import stored_file
 
 AUTOPLAN = f"{sys.executable} -m autoplan.cli"
 FULL = Path("/dev/full")
@@ -19,8 +20,7 @@ FULL = Path("/dev/full")
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     """Where ``plan.json`` is."""
-    source = Path(__file__).parents[1] / "report" / "data" / "plan-revision-5.json"
-    Plan.load(source).save(tmp_path / "plan.json")
+    Plan.load(stored_file(5)).save(tmp_path / "plan.json")
     return tmp_path
 
 

@@ -11,7 +11,7 @@ from autoplan.cost_models.communication import Group, all_to_all_s
 from autoplan.cost_models.memory import count_elements
 from autoplan.errors import InfeasibleError, StrategyError
 from autoplan.layers.types import Edge, Layer, LayerGraph, LayerKind
-from autoplan.plan import Axis, Plan
+from autoplan.plan import AXES_IN_LAYERS, Axis, Plan
 from autoplan.search import Problem, predict, search
 from autoplan.search.expert import SKEW, share_of
 from tests.regression.mixture import Mixture, mixture_block
@@ -168,7 +168,7 @@ def test_a_forced_axis_is_planned_as_it_is_predicted() -> None:
 
 
 def in_layers(plan: Plan) -> dict[str, Axis]:
-    return {axis.name: axis for axis in plan.axes if axis.name in ("tensor", "context", "expert")}
+    return {axis.name: axis for axis in plan.axes if axis.name in AXES_IN_LAYERS}
 
 
 @pytest.mark.parametrize("recompute", ["none", "full"])

@@ -5,13 +5,14 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import json
+from pathlib import Path
 from typing import Any
 
 from autoplan.capture import Capture
 from autoplan.layers import LayerGraph
 from autoplan.layers.types import Layer, LayerKind
 from autoplan.plan import Certificate, ClusterSummary, ModelSummary, Plan, Predicted, Stage, Strategy
-from autoplan.plan_file import digest_of
+from autoplan.plan_file import REVISION, digest_of
 
 
 def one_layer_a_node(capture: Capture) -> LayerGraph:
@@ -125,3 +126,8 @@ def of_revision(data: dict[str, Any], revision: int) -> str:
     cluster["groups"] = [{k: v for k, v in group.items() if k != "peak_flops"} for group in cluster["groups"]]
     model = {name: value for name, value in data["model"].items() if name != "layer_kinds"}
     return json.dumps(older | {"revision": revision, "cluster": cluster, "model": model})
+
+
+def stored_file(revision: int = REVISION) -> Path:
+    """A plan's file as autoplan wrote it when ``revision`` was the newest."""
+    return Path(__file__).parents[1] / "report" / "data" / f"plan-revision-{revision}.json"
