@@ -27,7 +27,7 @@ from autoplan.search.bounds import LowerBounds, fits_greedily, lower_bounds
 from autoplan.search.choice import CONFIRMED, choose
 from autoplan.search.decisions import Decision, decide, decide_even_split, solve_strategy
 from autoplan.search.listed import is_listed
-from autoplan.search.listed_least import least_step_s
+from autoplan.search.listed_least import EvenSplitBounds
 from autoplan.search.milp import default_solver
 from autoplan.search.preferences import preferences
 from autoplan.search.simulated import simulated_with_longest_s
@@ -86,6 +86,10 @@ class Engine:
     @cached_property
     def _blocks(self) -> BlockBounds:
         return BlockBounds(space=self.space)
+
+    @cached_property
+    def _even_splits(self) -> EvenSplitBounds:
+        return EvenSplitBounds(space=self.space)
 
     @cached_property
     def bounds(self) -> LowerBounds:
@@ -228,23 +232,31 @@ class Engine:
 
     def _depth(self, index: int) -> int:
         """How many times a candidate's bound can be sharpened."""
-        return 2 if self._listed[index] else 1
+        if self._listed[index]:
+            return 3
+        return 1 if self.space.candidates.pipeline[index] == 1 else 2
 
     def sharper_s(self, index: int) -> float:
-        """A lower bound of one candidate that knows of recompute; inf where it does not fit."""
-        return max(float(self.bounds.step_s[index]), self._sharper_s(index, 1))
+        """The sharpest lower bound of one candidate; inf where it does not fit."""
+        return max(float(self.bounds.step_s[index]), self._sharper_s(index, self._depth(index)))
 
     def _sharper_s(self, index: int, depth: int) -> float:
-        """The bound of one candidate by what its layers recompute (1), and by the boundaries of its one split (2)."""
+        """The bound of one candidate by what its layers recompute (1): of several stages, on the one that takes
+        longest. Then by what all of its stages recompute (2), or by the boundaries of its one split: the rank that
+        works longest (2), and the whole step (3)."""
         if (index, depth) not in self._sharp:
-            if depth == 2:
-                found = least_step_s(self.space, self.strategy(index))
-            elif self.space.candidates.pipeline[index] == 1:
-                found = self.space.tables(self.strategy(index)).least_whole_s
-            else:
-                found = self._working_s(index)
-            self._sharp[index, depth] = found
+            self._sharp[index, depth] = self._sharpened_s(index, depth)
         return self._sharp[index, depth]
+
+    def _sharpened_s(self, index: int, depth: int) -> float:
+        strategy = self.strategy(index)
+        if strategy.pipeline == 1:
+            return self.space.tables(strategy).least_whole_s
+        if depth == 1:
+            return self._working_s(index)
+        if not self._listed[index]:
+            return self._working_s(index) + self._blocks.recompute_s(strategy)
+        return self._even_splits.working_s(strategy) if depth == 2 else self._even_splits.step_s(strategy)
 
     def _working_s(self, index: int) -> float:
         """What the rank with the longest period makes of a step, by its blocks alone."""
@@ -254,13 +266,6 @@ class Engine:
         self._longest[index] = longest_s
         longer_s = max(0.0, longest_s - float(self.bounds.longest_s[index]))
         return float(self.bounds.step_s[index]) + (micro_batches - 1) * longer_s
-
-    def least_s(self, index: int) -> float:
-        """The sharpest bound there is of a candidate under 1F1B or GPipe: all that its stages recompute is in it."""
-        sharper_s = self.sharper_s(index)
-        if self._listed[index] or self.space.candidates.pipeline[index] == 1:
-            return sharper_s
-        return sharper_s + self._blocks.recompute_s(self.strategy(index))
 
     def _bottleneck_s(self, index: int) -> float:
         """Found once for all rows of the same degrees: ranks under interleaved and zero-bubble schedules hold no fewer
@@ -296,7 +301,7 @@ class Engine:
         if index in self._floors:
             return self._floors[index]
         if self._listed[index]:
-            return max(self._sharp.get((index, depth), 0.0) for depth in (1, 2))
+            return max(self._sharp.get((index, depth), 0.0) for depth in (1, 2, 3))
         if index not in self._longest:
             return 0.0
         strategy = self.strategy(index)

@@ -18,8 +18,6 @@ from autoplan.search.timing import brief_step_s
 GIB = 2**30
 # Candidates of a family that are solved before the best of them stands for it.
 MOST_SOLVED = 32
-# Bounds and values differ by the rounding of sums.
-_HAIR = 1 + 1e-9
 
 FAMILIES: tuple[tuple[str, tuple[str, ...], bool | None], ...] = (
     ("one GPU", (), False),
@@ -94,8 +92,6 @@ def _fastest(engine: Engine, chosen: np.ndarray) -> Decision | None:
         if not engine.fits(index):
             continue
         solved += 1
-        if best is not None and engine.least_s(index) > best.value_s * _HAIR:
-            continue
         found = engine.open(index, cutoff_s=best.value_s if best else math.inf)
         if found is not None and (best is None or found.value_s < best.value_s):
             best = found

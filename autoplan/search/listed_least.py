@@ -7,7 +7,10 @@ alone don't fit are ruled out; of the others the one that recomputes least is ta
 
 from __future__ import annotations
 
+import functools
 import math
+from dataclasses import dataclass, field
+from functools import cached_property
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,7 +18,7 @@ from numpy.typing import NDArray
 from autoplan import schedules
 from autoplan.plan import Strategy
 from autoplan.search.chain import Chain
-from autoplan.search.listed import even_cuts, sends_s, stages_of
+from autoplan.search.listed import even_cuts, sends_s
 from autoplan.search.space import Space
 from autoplan.search.tables import MARGIN
 from autoplan.search.timing import StageTimes
@@ -24,84 +27,170 @@ Floats = NDArray[np.float64]
 Integers = NDArray[np.int64]
 
 
-def least_step_s(space: Space, strategy: Strategy) -> float:
-    """Seconds that the simulated step takes at least; inf where there is no such split or where it can't fit."""
-    cuts = even_cuts(space, strategy)
-    if cuts is None:
-        return math.inf
-    tables, at = space.tables(strategy), np.array(cuts)
-    chain, first, end = tables.chain, at[:-1], at[1:]
-    elements, trainable = (
-        np.diff(values[at]) - chain.tied_surplus(first, end, trainable_only=only)
-        for values, only in ((chain.elements, False), (chain.trainable, True))
-    )
-    again_s = _least_recompute_s(space, strategy, at, elements, trainable)
-    if again_s is None:
-        return math.inf
-    forward = np.diff(chain.forward[at])
-    backward = np.diff(chain.period[at]) - forward + again_s
-    ahead_s, behind_s, synchronise_s = tables.data_axes(
-        elements, trainable, end - first, backward_s=np.diff(chain.backward[at])
-    )
-    tails = synchronise_s + tables.optimizer_s(trainable)
-    weights: tuple[float, ...] = ()
-    if strategy.schedule == "zero_bubble":
-        weights = tuple(np.diff(chain.prefix(np.array(space.weight_gradients_s(strategy)))[at]).tolist())
-    return StageTimes(
-        schedule=strategy.schedule,
-        micro_batches=strategy.micro_batches,
-        forward_s=tuple((forward + ahead_s).tolist()),
-        backward_s=tuple((backward + behind_s).tolist()),
-        send_s=sends_s(tables, cuts),
-        tail_s=tuple(tails.tolist()),
-        weight_s=weights,
-        virtual_stages=strategy.virtual_stages,
-    ).least_s
+@dataclass(frozen=True, kw_only=True)
+class EvenSplitBounds:
+    """The bounds of candidates of ``space`` by their boundaries; what several of them share is found once."""
+
+    space: Space
+    _splits: dict[tuple[int, ...], _EvenSplit | None] = field(default_factory=dict, init=False)
+
+    def working_s(self, strategy: Strategy) -> float:
+        """Seconds that the rank with the most to do works at least, its data axis and sends aside; inf where there is
+        no such split or where it can't fit."""
+        split = self._split(strategy)
+        again_s = None if split is None else self._least_recompute_s(split, strategy)
+        if split is None or again_s is None:
+            return math.inf
+        ranks = (split.period + again_s).reshape(-1, strategy.pipeline).sum(axis=0)
+        return strategy.micro_batches * float(ranks.max())
+
+    def step_s(self, strategy: Strategy) -> float:
+        """Seconds that the simulated step takes at least; inf as above."""
+        split = self._split(strategy)
+        again_s = None if split is None else self._least_recompute_s(split, strategy)
+        if split is None or again_s is None:
+            return math.inf
+        tables = self.space.tables(strategy)
+        ahead_s, behind_s, synchronise_s = tables.data_axes(
+            split.elements, split.trainable, np.diff(split.at), backward_s=split.backward
+        )
+        backward = split.period - split.forward + again_s
+        tails = synchronise_s + tables.optimizer_s(split.trainable)
+        weights: tuple[float, ...] = ()
+        if strategy.schedule == "zero_bubble":
+            each = np.array(self.space.weight_gradients_s(strategy))
+            weights = tuple(split.sums(split.chain.prefix(each)).tolist())
+        return StageTimes(
+            schedule=strategy.schedule,
+            micro_batches=strategy.micro_batches,
+            forward_s=tuple((split.forward + ahead_s).tolist()),
+            backward_s=tuple((backward + behind_s).tolist()),
+            send_s=sends_s(tables, split.at.tolist()),
+            tail_s=tuple(tails.tolist()),
+            weight_s=weights,
+            virtual_stages=strategy.virtual_stages,
+        ).least_s
+
+    def _split(self, strategy: Strategy) -> _EvenSplit | None:
+        key = (
+            strategy.tensor,
+            strategy.sequence_parallel,
+            strategy.micro_batch_size,
+            strategy.pipeline,
+            strategy.virtual_stages,
+        )
+        if key not in self._splits:
+            cuts = even_cuts(self.space, strategy)
+            chain = self.space.chain_of(strategy)
+            self._splits[key] = None if cuts is None else _EvenSplit(chain, np.array(cuts), strategy.pipeline)
+        return self._splits[key]
+
+    def _least_recompute_s(self, split: _EvenSplit, strategy: Strategy) -> Floats | None:
+        """Seconds that each stage recomputes at least beyond the first policy; None where a rank fits under none."""
+        states, virtual = self.space.states(strategy), strategy.virtual_stages
+        elements, trainable = split.own_parameters
+        capacity = self.space.problem.usable_bytes * (1 - MARGIN) - states.fixed_bytes
+        room = (capacity - states.per_element * elements - states.per_trainable * trainable) / (1 + states.reserve)
+        held = _held_at_first(strategy.schedule, strategy.pipeline, virtual, strategy.micro_batches)
+        moment = (held * split.kept).sum(axis=1) + split.windows(states.window_per_element)
+        least: Floats = np.where((moment <= room)[:, None], split.more_s, math.inf).min(axis=0)
+        return least.ravel() if np.isfinite(least).all() else None
 
 
-def _least_recompute_s(
-    space: Space, strategy: Strategy, at: Integers, elements: Floats, trainable: Floats
-) -> Floats | None:
-    """Seconds that each stage recomputes at least beyond the first policy; None where a rank fits under none."""
-    chain, states, ranks = space.chain_of(strategy), space.states(strategy), strategy.pipeline
-    held = _held_at_first(strategy)
-    # A tied parameter on several of a rank's stages is one.
-    tied = sum(group.elements for group in chain.tied) if strategy.virtual_stages > 1 else 0
-    own = [np.maximum(0.0, _by_rank(values, ranks) - tied) for values in (elements, trainable)]
-    capacity = space.problem.usable_bytes * (1 - MARGIN) - states.fixed_bytes
-    room = (capacity - states.per_element * own[0] - states.per_trainable * own[1]) / (1 + states.reserve)
-    least, first_s = np.full((strategy.virtual_stages, ranks), math.inf), _extra_s(chain, chain.policies[0], at)
-    for policy in chain.policies:
-        kept = np.diff(chain.saved_sums[policy][at]).reshape(-1, ranks)
-        moment = (held * kept).sum(axis=0) + _window_bytes(chain, policy, states.window_per_element, at, ranks)
-        more_s = (_extra_s(chain, policy, at) - first_s).reshape(-1, ranks)
-        least = np.where(moment <= room, np.minimum(least, more_s), least)
-    return least.ravel() if np.isfinite(least).all() else None
+@dataclass(frozen=True)
+class _EvenSplit:
+    """A chain cut ``at`` the starts of its stages and its end. What stages have is [v p], stage by stage: chunk by
+    chunk, each over ``ranks`` p."""
+
+    chain: Chain
+    at: Integers
+    ranks: int
+
+    def sums(self, prefix: Floats) -> Floats:
+        """What each stage has of what ``prefix`` sums."""
+        found: Floats = np.diff(prefix[self.at])
+        return found
+
+    @cached_property
+    def forward(self) -> Floats:
+        """Seconds of a micro-batch's forward."""
+        return self.sums(self.chain.forward)
+
+    @cached_property
+    def backward(self) -> Floats:
+        """Seconds of the operators of its backward."""
+        return self.sums(self.chain.backward)
+
+    @cached_property
+    def period(self) -> Floats:
+        """Seconds of both under the first policy."""
+        return self.sums(self.chain.period)
+
+    @cached_property
+    def elements(self) -> Floats:
+        """Elements of parameters."""
+        return self.sums(self.chain.elements) - self._tied(trainable_only=False)
+
+    @cached_property
+    def trainable(self) -> Floats:
+        """Those that train."""
+        return self.sums(self.chain.trainable) - self._tied(trainable_only=True)
+
+    def _tied(self, *, trainable_only: bool) -> Floats:
+        return self.chain.tied_surplus(self.at[:-1], self.at[1:], trainable_only=trainable_only)
+
+    @cached_property
+    def own_parameters(self) -> tuple[Floats, Floats]:
+        """[p] elements that each rank holds at least, and those that train."""
+        # A tied parameter on several of a rank's stages is one.
+        stages = (len(self.at) - 1) // self.ranks
+        tied = sum((min(stages, len(group.layers)) - 1) * group.elements for group in self.chain.tied)
+        elements, trainable = (
+            np.maximum(0.0, values.reshape(-1, self.ranks).sum(axis=0) - tied)
+            for values in (self.elements, self.trainable)
+        )
+        return elements, trainable
+
+    @cached_property
+    def kept(self) -> Floats:
+        """[P, v, p] bytes that a micro-batch leaves for the backward under each policy."""
+        return self._by_policy(self.chain.saved_sums)
+
+    @cached_property
+    def more_s(self) -> Floats:
+        """[P, v, p] seconds that each policy recomputes beyond the first."""
+        extra = self._by_policy(self.chain.extra_sums)
+        return extra - extra[0]
+
+    def _by_policy(self, sums: dict[str, Floats]) -> Floats:
+        each = np.stack([self.sums(sums[policy]) for policy in self.chain.policies])
+        return each.reshape(len(each), -1, self.ranks)
+
+    def windows(self, each: float) -> Floats:
+        """[P, p] the most that one layer of each rank needs while its backward runs, ``each`` byte an element of its
+        parameters included."""
+        if each not in self._windows:
+            kept, chain = self.chain.kept, self.chain
+            layers = np.stack(
+                [
+                    chain.per_layer(kept.window_bytes[policy] + kept.passing_bytes + each * kept.elements)
+                    for policy in chain.policies
+                ]
+            )
+            stages = np.maximum.reduceat(layers, self.at[:-1], axis=1)
+            self._windows[each] = stages.reshape(len(layers), -1, self.ranks).max(axis=1)
+        return self._windows[each]
+
+    @cached_property
+    def _windows(self) -> dict[float, Floats]:
+        return {}
 
 
-def _extra_s(chain: Chain, policy: str, at: Integers) -> Floats:
-    found: Floats = np.diff(chain.extra_sums[policy][at])
-    return found
-
-
-def _window_bytes(chain: Chain, policy: str, each: float, at: Integers, ranks: int) -> Floats:
-    """The most that one layer of each rank needs while its backward runs."""
-    kept = chain.kept
-    layers = chain.per_layer(kept.window_bytes[policy] + kept.passing_bytes + each * kept.elements)
-    found: Floats = np.maximum.reduceat(layers, at[:-1]).reshape(-1, ranks).max(axis=0)
-    return found
-
-
-def _by_rank(values: Floats, ranks: int) -> Floats:
-    found: Floats = values.reshape(-1, ranks).sum(axis=0)
-    return found
-
-
-def _held_at_first(strategy: Strategy) -> Floats:
+@functools.lru_cache(maxsize=4096)
+def _held_at_first(schedule: str, ranks: int, virtual: int, count: int) -> Floats:
     """[v, p] micro-batches of which each rank keeps the activations of each of its stages ahead of its first backward:
     whole groups of p, chunk by chunk, the next group's first chunk last."""
-    ranks, virtual, count = strategy.pipeline, strategy.virtual_stages, strategy.micro_batches
-    if strategy.schedule != "interleaved":
+    if schedule != "interleaved":
         return np.array([[min(count, ranks - rank) for rank in range(ranks)]], dtype=float)
     missing = -count % ranks
     warm_up = np.array(
@@ -112,5 +201,5 @@ def _held_at_first(strategy: Strategy) -> Floats:
     )
     chunk = np.arange(virtual)[:, None]
     held = np.maximum(0, np.clip(warm_up - chunk * ranks, 0, ranks) - missing).astype(float)
-    held[0] += np.clip(warm_up - stages_of(strategy), 0, ranks)
+    held[0] += np.clip(warm_up - ranks * virtual, 0, ranks)
     return held

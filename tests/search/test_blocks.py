@@ -7,7 +7,7 @@ import math
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from autoplan.plan import Strategy
@@ -36,9 +36,17 @@ models = st.builds(
     st.builds(Dense, flops=st.sampled_from([1e10, 1e12]), elements=st.just(3_000_000), saved=st.just(20.0 * MIB)),
 )
 
+_END = Dense(flops=1e10, elements=3_000_000, saved=20.0 * MIB)
+ALL_TIED = [
+    _END,
+    *[Dense(flops=2e11, elements=20_000_000, saved=40.0 * MIB, core_flops=1e11, input=5.0 * MIB, shared="tied")] * 7,
+    _END,
+]
+
 
 @settings(max_examples=60, deadline=None)
 @given(models, st.floats(0.3, 3.0), st.integers(0, 2**32))
+@example(ALL_TIED, 2.0, 9191)  # interleaved: each rank holds the one parameter of its four stages once
 def test_no_candidate_costs_less_than_its_sharper_bound(layers: list[Dense], memory_gib: float, pick: int) -> None:
     engine = Engine(space=open_space(problem(layers, cluster(8, memory_gib=memory_gib), global_batch=16)), solver=None)
     candidates = engine.space.candidates

@@ -13,7 +13,7 @@ from autoplan.search.bounds import lower_bounds
 from autoplan.search.decisions import decide_even_split
 from autoplan.search.degrees import chunk_counts
 from autoplan.search.evaluate import evaluate_decision
-from autoplan.search.listed_least import least_step_s
+from autoplan.search.listed_least import EvenSplitBounds
 from autoplan.search.problem import Problem
 from autoplan.search.space import open_space
 from tests.support.layer_graphs import Dense, cluster, problem
@@ -48,6 +48,7 @@ def questions(draw: st.DrawFn) -> Problem:
 def check_no_bound_is_above_the_step(question: Problem, most: int) -> None:
     space = open_space(question)
     bounds = lower_bounds(space, space.candidates)
+    even = EvenSplitBounds(space=space)
     for index in range(0, len(space.candidates), max(1, len(space.candidates) // most)):
         strategy = space.candidates.strategy(index)
         found, _ = decide_even_split(space, strategy, cutoff_s=math.inf)
@@ -55,7 +56,8 @@ def check_no_bound_is_above_the_step(question: Problem, most: int) -> None:
             continue
         assert bounds.short_bytes[index] <= 0, strategy
         step_s = evaluate_decision(space, strategy, found.cuts).step_s
-        for bound_s in (bounds.simulated_s[index], least_step_s(space, strategy), found.times.least_s):
+        by_boundaries = even.working_s(strategy), even.step_s(strategy)
+        for bound_s in (bounds.simulated_s[index], *by_boundaries, found.times.least_s):
             assert bound_s <= step_s * (1 + 1e-9), strategy
 
 
