@@ -219,14 +219,17 @@ class Chain:
         """The policy that keeps least; of equals the one that costs least."""
         return min(self.policies, key=lambda p: (costs.saved_bytes[p], costs.extra_s[p]))
 
-    def tied_surplus(self, first: Integers, end: Integers, *, trainable_only: bool) -> Floats:
-        """Elements that layers i to j - 1 would count more than once."""
-        surplus = np.zeros(len(first))
+    def own_parameters(self, first: Integers, end: Integers) -> tuple[Floats, Floats]:
+        """[R] elements of the parameters of layers i to j - 1, and of those that train, a tied one counted once.
+        ``first`` and ``end`` are [R], or [v, R] where v spans are on one GPU."""
+        first, end = np.atleast_2d(first, end)
+        elements, trainable = ((sums[end] - sums[first]).sum(axis=0) for sums in (self.elements, self.trainable))
         for group in self.tied:
-            if trainable_only and not group.trainable:
-                continue
-            surplus += group.elements * np.maximum(0, self.holders(group, first, end) - 1)
-        return surplus
+            again = group.elements * np.maximum(0, self.holders(group, first, end).sum(axis=0) - 1)
+            elements -= again
+            if group.trainable:
+                trainable -= again
+        return elements, trainable
 
     def shares_tied(self, first: Integers, end: Integers) -> list[tuple[Tied, NDArray[np.bool_]]]:
         """For each trained tied group, which spans hold some of it while another stage holds the rest."""

@@ -38,6 +38,8 @@ TOLERANCE = 0.02
 # Of the candidates whose closed form is near the best at most so many are simulated.
 MOST_CONFIRMED = 64
 ROUNDING = 1e-12
+# The recompute of all stages is summed in another order than that of a split.
+_HAIR = 1 + 1e-9
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -255,7 +257,8 @@ class Engine:
         if depth == 1:
             return self._working_s(index)
         if not self._listed[index]:
-            return self._working_s(index) + self._blocks.recompute_s(strategy)
+            working_s = self._sharper_s(index, 1)
+            return max(working_s, (working_s + self._blocks.recompute_s(strategy)) / _HAIR)
         return self._even_splits.working_s(strategy) if depth == 2 else self._even_splits.step_s(strategy)
 
     def _working_s(self, index: int) -> float:
@@ -301,7 +304,7 @@ class Engine:
         if index in self._floors:
             return self._floors[index]
         if self._listed[index]:
-            return max(self._sharp.get((index, depth), 0.0) for depth in (1, 2, 3))
+            return max(self._sharp.get((index, depth), 0.0) for depth in range(1, self._depth(index) + 1))
         if index not in self._longest:
             return 0.0
         strategy = self.strategy(index)

@@ -33,29 +33,30 @@ class EvenSplitBounds:
 
     space: Space
     _splits: dict[tuple[int, ...], _EvenSplit | None] = field(default_factory=dict, init=False)
+    _fitting: dict[Strategy, tuple[_EvenSplit, Floats] | None] = field(default_factory=dict, init=False)
 
     def working_s(self, strategy: Strategy) -> float:
         """Seconds that the rank with the most to do works at least, its data axis and sends aside; inf where there is
         no such split or where it can't fit."""
-        split = self._split(strategy)
-        again_s = None if split is None else self._least_recompute_s(split, strategy)
-        if split is None or again_s is None:
+        fitting = self._fits(strategy)
+        if fitting is None:
             return math.inf
+        split, again_s = fitting
         ranks = (split.period + again_s).reshape(-1, strategy.pipeline).sum(axis=0)
         return strategy.micro_batches * float(ranks.max())
 
     def step_s(self, strategy: Strategy) -> float:
         """Seconds that the simulated step takes at least; inf as above."""
-        split = self._split(strategy)
-        again_s = None if split is None else self._least_recompute_s(split, strategy)
-        if split is None or again_s is None:
+        fitting = self._fits(strategy)
+        if fitting is None:
             return math.inf
-        tables = self.space.tables(strategy)
+        split, again_s = fitting
+        tables, (elements, trainable) = self.space.tables(strategy), split.parameters
         ahead_s, behind_s, synchronise_s = tables.data_axes(
-            split.elements, split.trainable, np.diff(split.at), backward_s=split.backward
+            elements, trainable, np.diff(split.at), backward_s=split.backward
         )
         backward = split.period - split.forward + again_s
-        tails = synchronise_s + tables.optimizer_s(split.trainable)
+        tails = synchronise_s + tables.optimizer_s(trainable)
         weights: tuple[float, ...] = ()
         if strategy.schedule == "zero_bubble":
             each = np.array(self.space.weight_gradients_s(strategy))
@@ -70,6 +71,15 @@ class EvenSplitBounds:
             weight_s=weights,
             virtual_stages=strategy.virtual_stages,
         ).least_s
+
+    def _fits(self, strategy: Strategy) -> tuple[_EvenSplit, Floats] | None:
+        """The split, and seconds that each of its stages recomputes at least beyond the first policy; None where there
+        is none, or where a rank fits under no policy."""
+        if strategy not in self._fitting:
+            split = self._split(strategy)
+            again_s = None if split is None else self._least_recompute_s(split, strategy)
+            self._fitting[strategy] = None if split is None or again_s is None else (split, again_s)
+        return self._fitting[strategy]
 
     def _split(self, strategy: Strategy) -> _EvenSplit | None:
         key = (
@@ -86,12 +96,10 @@ class EvenSplitBounds:
         return self._splits[key]
 
     def _least_recompute_s(self, split: _EvenSplit, strategy: Strategy) -> Floats | None:
-        """Seconds that each stage recomputes at least beyond the first policy; None where a rank fits under none."""
-        states, virtual = self.space.states(strategy), strategy.virtual_stages
-        elements, trainable = split.own_parameters
+        states, (elements, trainable) = self.space.states(strategy), split.parameters_of_ranks
         capacity = self.space.problem.usable_bytes * (1 - MARGIN) - states.fixed_bytes
         room = (capacity - states.per_element * elements - states.per_trainable * trainable) / (1 + states.reserve)
-        held = _held_at_first(strategy.schedule, strategy.pipeline, virtual, strategy.micro_batches)
+        held = _held_at_first(strategy.schedule, strategy.pipeline, strategy.virtual_stages, strategy.micro_batches)
         moment = (held * split.kept).sum(axis=1) + split.windows(states.window_per_element)
         least: Floats = np.where((moment <= room)[:, None], split.more_s, math.inf).min(axis=0)
         return least.ravel() if np.isfinite(least).all() else None
@@ -105,6 +113,7 @@ class _EvenSplit:
     chain: Chain
     at: Integers
     ranks: int
+    _windows: dict[float, Floats] = field(default_factory=dict, init=False)
 
     def sums(self, prefix: Floats) -> Floats:
         """What each stage has of what ``prefix`` sums."""
@@ -127,29 +136,15 @@ class _EvenSplit:
         return self.sums(self.chain.period)
 
     @cached_property
-    def elements(self) -> Floats:
-        """Elements of parameters."""
-        return self.sums(self.chain.elements) - self._tied(trainable_only=False)
+    def parameters(self) -> tuple[Floats, Floats]:
+        """Elements of each stage's parameters, and those that train."""
+        return self.chain.own_parameters(self.at[:-1], self.at[1:])
 
     @cached_property
-    def trainable(self) -> Floats:
-        """Those that train."""
-        return self.sums(self.chain.trainable) - self._tied(trainable_only=True)
-
-    def _tied(self, *, trainable_only: bool) -> Floats:
-        return self.chain.tied_surplus(self.at[:-1], self.at[1:], trainable_only=trainable_only)
-
-    @cached_property
-    def own_parameters(self) -> tuple[Floats, Floats]:
-        """[p] elements that each rank holds at least, and those that train."""
-        # A tied parameter on several of a rank's stages is one.
-        stages = (len(self.at) - 1) // self.ranks
-        tied = sum((min(stages, len(group.layers)) - 1) * group.elements for group in self.chain.tied)
-        elements, trainable = (
-            np.maximum(0.0, values.reshape(-1, self.ranks).sum(axis=0) - tied)
-            for values in (self.elements, self.trainable)
-        )
-        return elements, trainable
+    def parameters_of_ranks(self) -> tuple[Floats, Floats]:
+        """[p] the same of each rank."""
+        first, end = (cuts.reshape(-1, self.ranks) for cuts in (self.at[:-1], self.at[1:]))
+        return self.chain.own_parameters(first, end)
 
     @cached_property
     def kept(self) -> Floats:
@@ -170,20 +165,12 @@ class _EvenSplit:
         """[P, p] the most that one layer of each rank needs while its backward runs, ``each`` byte an element of its
         parameters included."""
         if each not in self._windows:
-            kept, chain = self.chain.kept, self.chain
-            layers = np.stack(
-                [
-                    chain.per_layer(kept.window_bytes[policy] + kept.passing_bytes + each * kept.elements)
-                    for policy in chain.policies
-                ]
-            )
+            kept, policies = self.chain.kept, self.chain.policies
+            always = kept.passing_bytes + each * kept.elements
+            layers = np.stack([self.chain.per_layer(kept.window_bytes[policy] + always) for policy in policies])
             stages = np.maximum.reduceat(layers, self.at[:-1], axis=1)
             self._windows[each] = stages.reshape(len(layers), -1, self.ranks).max(axis=1)
         return self._windows[each]
-
-    @cached_property
-    def _windows(self) -> dict[float, Floats]:
-        return {}
 
 
 @functools.lru_cache(maxsize=4096)

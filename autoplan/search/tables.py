@@ -186,17 +186,18 @@ class Tables(StageSends):
         layers = self.chain.sizes[end] - self.chain.sizes[first]
         return self.data_axes(self.elements, self.trainable, layers, backward_s=backward)
 
-    @cached_property
+    @property
     def elements(self) -> Floats:
-        first, end = self.rows
-        surplus = self.chain.tied_surplus(first, end, trainable_only=False)
-        return self.chain.elements[end] - self.chain.elements[first] - surplus
+        return self._own[0]
+
+    @property
+    def trainable(self) -> Floats:
+        return self._own[1]
 
     @cached_property
-    def trainable(self) -> Floats:
-        first, end = self.rows
-        surplus = self.chain.tied_surplus(first, end, trainable_only=True)
-        return self.chain.trainable[end] - self.chain.trainable[first] - surplus
+    def _own(self) -> tuple[Floats, Floats]:
+        """[R] elements of parameters of every row, and those that train."""
+        return self.chain.own_parameters(*self.rows)
 
     @cached_property
     def resident(self) -> Floats:
